@@ -1,0 +1,1 @@
+"""One pure function per engine: an instance of the plan becomes a LaunchSpec."""

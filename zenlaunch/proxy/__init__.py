@@ -1,0 +1,1 @@
+"""The front door: one OpenAI-compatible endpoint before N engines."""

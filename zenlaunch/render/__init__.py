@@ -1,0 +1,1 @@
+"""One pure function per target: a plan becomes files. (The CLI writes them.)"""

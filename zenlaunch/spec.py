@@ -1,0 +1,90 @@
+"""LaunchSpec: how one process tree is started, watched and stopped, as a frozen value.
+
+Made by an engine (or, for the proxy, by `up`), acted upon by the supervisor, which knows nothing of
+vLLM: log markers, failure signatures and health paths all come from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zenlaunch.cpuset import EMPTY, CpuSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A log line that contains `marker` says that the start has reached phase `name`."""
+
+    marker: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A log line that contains `marker` names a known failure.
+
+    `fatal` failures never become ready by themselves: the instance is ended at once. The others only
+    explain an exit. A signature further up in the tuple wins over one below it.
+    """
+
+    marker: str
+    cause: str
+    advice: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCheck:
+    """How to ask whether an instance serves.
+
+    `path` answers 200 when it does. `start_timeout_s` bounds the time from spawn to ready.
+    `progress_metric` and `running_metric` name Prometheus series on `metrics_path` that tell a hung
+    engine from a busy one; None where the engine has none.
+    """
+
+    path: str = "/health"
+    start_timeout_s: float = 1800.0
+    interval_s: float = 1.0
+    metrics_path: str | None = None
+    progress_metric: str | None = None
+    running_metric: str | None = None
+    hang_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCache:
+    """A cache that instances with the same `key` share.
+
+    The first instance runs alone while no earlier run with this key has left its artifacts. A log
+    line that contains one of `artifact_markers` is followed by the path of an artifact.
+    """
+
+    key: str
+    artifact_markers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One process tree.
+
+    `argv` is complete (numactl included). `env` is set on top of the inherited environment after
+    the names in `unset` were removed from it; a name in `unset` that ends in `*` removes all that
+    begin so. `drain_s` is the time the engine itself takes to finish requests after SIGTERM;
+    `cpus`/`mem_nodes` say where its threads and pages must be.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int
+    cpus: CpuSet = EMPTY
+    engine_cpus: CpuSet = EMPTY
+    mem_nodes: CpuSet = EMPTY
+    memory_bytes: int | None = None
+    health: HealthCheck = HealthCheck()
+    phases: tuple[Phase, ...] = ()
+    signatures: tuple[Signature, ...] = ()
+    compile_cache: CompileCache | None = None
+    drain_s: float = 30.0
