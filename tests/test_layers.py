@@ -15,7 +15,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("topology", "config", "binding"),
     ("memory",),
     ("spec",),
-    ("plan", "lifecycle", "proxy.balancer", "proxy.routes", "proxy.http1"),
+    (
+        "plan",
+        "lifecycle",
+        "proxy.answers",
+        "proxy.balancer",
+        "proxy.http1",
+        "proxy.retry",
+        "proxy.routes",
+        "proxy.sse",
+    ),
     ("engines",),
     ("render",),
     ("probe", "observe", "shim", "supervisor", "deployments", "proxy"),
@@ -23,7 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 PURE = {
     "errors", "cpuset", "topology", "binding", "memory", "plan", "spec", "lifecycle",
-    "engines", "render", "proxy.balancer", "proxy.routes", "proxy.http1",
+    "engines", "render", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
+    "proxy.routes", "proxy.sse",
 }  # fmt: skip
 IMPURE = {
     "os", "subprocess", "asyncio", "socket", "time", "logging", "pathlib", "shutil", "tempfile",
