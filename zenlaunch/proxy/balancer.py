@@ -219,7 +219,7 @@ class Balancer:
                 best, position = member, at
                 break
             load: float = member.in_flight
-            if now < member.penalty_until:
+            if now < member.penalty_until and not member.half_open:
                 load += rules.penalty * member.failures
             if load < best_load:
                 best, best_load, position = member, load, at

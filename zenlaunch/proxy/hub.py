@@ -225,17 +225,15 @@ class Hub:
                 timeout_s=self.options.probe_timeout_s,
                 fields=self.upstream_authorization,
             )
-        except TimeoutError:
-            # Busy is not dead: while its tokens flow, silence of /health says nothing.
-            if counters.bytes_received == received:
-                self._note(name, self.balancer.probe_missed(name, decisive=False), "is silent")
-            return
         except ConnectionRefusedError:
             gone = self.balancer.probe_missed(name, decisive=True)
             self._note(name, gone, "refuses connections")
             return
-        except OSError:
-            self._note(name, self.balancer.probe_missed(name, decisive=False), "breaks connections")
+        except OSError as error:
+            # Busy is not dead: while its tokens flow, silence of /health says nothing.
+            if counters.bytes_received == received:
+                what = "is silent" if isinstance(error, TimeoutError) else "breaks connections"
+                self._note(name, self.balancer.probe_missed(name, decisive=False), what)
             return
         if status == 200:
             self._note(name, self.balancer.probe_answered(name), "is ready")
