@@ -382,7 +382,7 @@ class ClientConnection(asyncio.Protocol):
         self._decoder = None
         if route.action is Action.PROXY:
             body, self._body = self._body, []
-            self._reserved = 0  # the exchange gives it back
+            reserved, self._reserved = self._reserved, 0  # the exchange gives it back
             self._exchange = Exchange(
                 self._hub,
                 self,
@@ -393,6 +393,7 @@ class ClientConnection(asyncio.Protocol):
                 key_name=self._key_name,
                 body=body,
                 body_bytes=self._body_bytes,
+                reserved_bytes=reserved,
             )
             self._exchange.start()
             return

@@ -78,6 +78,7 @@ class Exchange:
         "_out_bytes",
         "_queued_at",
         "_request_fields",
+        "_reserved_bytes",
         "_response",
         "_route",
         "_started",
@@ -103,6 +104,7 @@ class Exchange:
         key_name: str | None,
         body: list[bytes],
         body_bytes: int,
+        reserved_bytes: int,
     ) -> None:
         self._hub = hub
         self._client = client
@@ -111,6 +113,7 @@ class Exchange:
         self._target = target
         self._body = body
         self._body_bytes = body_bytes
+        self._reserved_bytes = reserved_bytes
         self.method = head.method
         self.request_id = request_id
         self.key_name = key_name
@@ -231,6 +234,9 @@ class Exchange:
             self._send(connection)
 
     def _send(self, connection: UpstreamConnection) -> None:
+        if connection.transport.is_closing():  # lost between the dial and now; nothing was sent
+            self._failed(Fault.UNREACHABLE)
+            return
         now = self._hub.now()
         self._connection = connection
         self._deadline = now + self._hub.options.first_byte_timeout_s
@@ -251,7 +257,7 @@ class Exchange:
             now = self._hub.now()
             lease = self._lease
             assert lease is not None
-            _, history = decide(
+            _, history, _ = decide(
                 Fault.UNAVAILABLE,
                 lease.upstream,
                 self._history,
@@ -260,7 +266,7 @@ class Exchange:
             )
             choice = self._hub.balancer.acquire(now, exclude=history.tried)
             if choice.lease is not None:
-                connection.cancel()
+                connection.cancel(self)
                 self._connection = None
                 self._count_fault(Fault.UNAVAILABLE, retried=True)
                 self._release(Outcome.FAILURE, retry_after_s=_retry_after_s(head))
@@ -370,7 +376,7 @@ class Exchange:
         if not self.begun:
             head = self._response
             assert head is not None
-            self._body = []  # it will not be sent again
+            self._drop_body()
             self._write_head(head, length_bytes=head.length_bytes, payload=payload)
             return
         self._out_bytes += len(payload)
@@ -403,6 +409,12 @@ class Exchange:
         self._finish_head(
             b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason), b"".join(fields), payload
         )
+
+    def _drop_body(self) -> None:
+        """Forget the request's body: it will not be sent again."""
+        self._body = []
+        self._hub.body_bytes -= self._reserved_bytes
+        self._reserved_bytes = 0
 
     def _finish_head(self, line: bytes, fields: bytes, payload: bytes) -> None:
         if self._hub.draining:
@@ -453,7 +465,7 @@ class Exchange:
     def _failed(self, fault: Fault) -> None:
         lease = self._lease
         assert lease is not None
-        after, self._history = decide(
+        after, self._history, fault = decide(
             fault,
             lease.upstream,
             self._history,
@@ -568,7 +580,7 @@ class Exchange:
 
     def _time_out(self, fault: Fault) -> None:
         assert self._connection is not None
-        self._connection.cancel()
+        self._connection.cancel(self)
         self._connection = None
         self._failed(fault)
 
@@ -619,7 +631,7 @@ class Exchange:
             self._dial.cancel()
             self._dial = None
         if self._connection is not None:
-            self._connection.cancel()
+            self._connection.cancel(self)
             self._connection = None
         if self._queued_at is not None:
             hub.waiting.remove(self)
@@ -635,7 +647,7 @@ class Exchange:
         elif self._counters is not None:
             bump(self._counters.codes, status)
         hub.exchanges.discard(self)
-        hub.body_bytes -= self._body_bytes
+        self._drop_body()
         if hub.log.enabled:
             now = hub.now()
             hub.log.add(

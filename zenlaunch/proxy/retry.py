@@ -65,14 +65,15 @@ def counts_against(fault: Fault) -> bool:
 
 def decide(
     fault: Fault, upstream: str, history: History, *, begun: bool, stateless: bool
-) -> tuple[Next, History]:
-    """Return what to do after `fault` at `upstream`, and the history to go on with."""
+) -> tuple[Next, History, Fault]:
+    """Return what to do after `fault` at `upstream`, the history then, and what it really was."""
     if begun:
-        return Next.GIVE_UP, history
+        return Next.GIVE_UP, history, fault
     if fault is Fault.IDLE_RESET:
         if not stateless:
-            return Next.GIVE_UP, history
-        return Next.SAME_FRESH, replace(history, fresh=upstream, attempts=history.attempts + 1)
+            return Next.GIVE_UP, history, fault
+        again = replace(history, fresh=upstream, attempts=history.attempts + 1)
+        return Next.SAME_FRESH, again, fault
     if history.fresh == upstream and fault in (Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT):
         # The reset was no idle timeout after all: the instance went down with this request in it.
         fault = Fault.DIED
@@ -80,7 +81,7 @@ def decide(
         history, tried=history.tried | {upstream}, fresh="", attempts=history.attempts + 1
     )
     if fault in (Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT, Fault.UNAVAILABLE):
-        return Next.OTHER, tried
+        return Next.OTHER, tried, fault
     if fault is Fault.DIED and stateless and history.deaths == 0:
-        return Next.OTHER, replace(tried, deaths=1)
-    return Next.GIVE_UP, tried
+        return Next.OTHER, replace(tried, deaths=1), fault
+    return Next.GIVE_UP, tried, fault

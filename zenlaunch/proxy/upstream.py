@@ -73,6 +73,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_relay",
         "_sent_at",
         "idle_since",
+        "single",
         "transport",
         "upstream",
         "uses",
@@ -92,6 +93,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._any_byte = False
         self._sent_at = 0.0
         self.uses = 0
+        self.single = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,8 +114,10 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self.transport.writelines([head, *body])
 
-    def cancel(self) -> None:
-        """Close at once; the receiver hears nothing more."""
+    def cancel(self, receiver: Receiver) -> None:
+        """Close at once if `receiver` still has the connection; it hears nothing more."""
+        if self._receiver is not receiver:
+            return
         self._receiver = None
         self._relay = None
         self._await = _Await.NOTHING
@@ -216,6 +220,7 @@ class UpstreamConnection(asyncio.Protocol):
         clean = (
             head is not None
             and head.keep_alive
+            and not self.single
             and not tail
             and self._await is not _Await.CLOSE
             and self.transport.get_write_buffer_size() == 0
@@ -339,7 +344,7 @@ class _Collector:
         self._pieces.append(payload)
         self._size += len(payload)
         if self._size > self._limit_bytes:
-            connection.cancel()
+            connection.cancel(self)
             self._fail("the answer is too large")
 
     def on_end(self, connection: UpstreamConnection) -> None:
@@ -371,17 +376,19 @@ async def fetch(
     """
     loop = asyncio.get_running_loop()
     connection: UpstreamConnection | None = None
+    done: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+    collector = _Collector(done, limit_bytes)
     try:
         async with asyncio.timeout(timeout_s):
             connection = await upstream.connect()
-            done: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+            connection.single = True  # never to be found in the pool of the data plane
             head = b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\nconnection: close\r\n%b\r\n" % (
                 path.encode(),
                 upstream.authority,
                 fields,
             )
-            connection.send(_Collector(done, limit_bytes), head, [], time.monotonic())
+            connection.send(collector, head, [], time.monotonic())
             return await done
     finally:
         if connection is not None:
-            connection.cancel()
+            connection.cancel(collector)
