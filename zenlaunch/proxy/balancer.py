@@ -247,25 +247,27 @@ class Balancer:
 
     def release(
         self, lease: Lease, outcome: Outcome, now: float, *, retry_after_s: float | None = None
-    ) -> None:
-        """Give a lease back and learn from how its request ended.
+    ) -> bool:
+        """Give a lease back and learn from how its request ended; return whether that ejected it.
 
         `retry_after_s` is what the upstream itself asked for: it rests so long.
         """
         member = self._by_name[lease.upstream]
         member.in_flight -= 1
         self._in_flight -= 1
+        ejections = member.ejections_total
         if lease.trial:
             member.trials -= 1
         if outcome is Outcome.SUCCESS:
             if member.half_open and not lease.trial:
-                return  # begun before the ejection: says nothing of how it is now
+                return False  # begun before the ejection: says nothing of how it is now
             member.forgive()
         elif outcome is Outcome.FAILURE:
             self._blame(member, lease, now)
         if retry_after_s is not None and retry_after_s > 0:
             rest = min(retry_after_s, self.rules.retry_after_max_s)
             member.barred_until = max(member.barred_until, now + rest)
+        return member.ejections_total > ejections
 
     def _blame(self, member: _Member, lease: Lease, now: float) -> None:
         rules = self.rules
@@ -319,6 +321,12 @@ class Balancer:
         member = self._by_name[name]
         member.draining = False
         return member.in_flight
+
+    def forget(self, name: str) -> None:
+        """Take a name as that of another engine from now on: not ready, nothing held against it."""
+        member = self._by_name[name]
+        member.ready = member.seen = False
+        member.forgive()
 
     def is_ready(self, name: str) -> bool:
         """Tell whether an upstream's last word was that it is well."""

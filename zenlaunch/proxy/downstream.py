@@ -92,7 +92,7 @@ class ClientConnection(asyncio.Protocol):
         self._resolution: Resolution | None = None
         self._request_id = ""
         self._key_name: str | None = None
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._body_bytes = 0
         self._reserved = 0
         self._left = 0
@@ -185,7 +185,9 @@ class ClientConnection(asyncio.Protocol):
         at = self._at
         if self.transport.get_write_buffer_size():
             self._check_stall(now)
-        elif at in (_At.CLOSED, _At.LINGER):
+            return
+        self._paused_at = 0.0
+        if at in (_At.CLOSED, _At.LINGER):
             if now >= self._deadline:
                 self.transport.abort()
         elif at is _At.HEAD:
@@ -260,16 +262,13 @@ class ClientConnection(asyncio.Protocol):
             payload = data[: self._left] if len(data) > self._left else data
             self._buffer = data[self._left :] if len(data) > self._left else b""
             self._left -= len(payload)
-            self._body.append(payload)
-            self._body_bytes += len(payload)
+            self._keep_body(payload)
             if self._left == 0:
                 self._dispatch()
             return True
         assert self._decoder is not None
         pieces, tail = self._decoder.feed(data)
-        for piece in pieces:
-            self._body_bytes += len(piece)
-        self._body += pieces
+        self._keep_body(b"".join(pieces))
         if self._body_bytes > self._reserved and not self._reserve(self._body_bytes):
             return True
         if self._decoder.done:
@@ -289,7 +288,7 @@ class ClientConnection(asyncio.Protocol):
         route = resolution.route
         if not self._permitted(head, resolution) or route is None:
             return
-        self._body = []
+        self._body = b""
         self._body_bytes = 0
         if not head.chunked and not head.length_bytes:
             self._dispatch()
@@ -365,10 +364,20 @@ class ClientConnection(asyncio.Protocol):
         self._reserved = size_bytes
         return True
 
+    def _keep_body(self, payload: bytes) -> None:
+        """Add to the body: one buffer, since a list of tiny pieces takes many times their size."""
+        self._body_bytes += len(payload)
+        if not self._body:
+            self._body = payload
+            return
+        if isinstance(self._body, bytes):
+            self._body = bytearray(self._body)
+        self._body += payload
+
     def _drop_body(self) -> None:
         self._hub.body_bytes -= self._reserved
         self._reserved = 0
-        self._body = []
+        self._body = b""
         self._decoder = None
 
     def _dispatch(self) -> None:
@@ -381,7 +390,7 @@ class ClientConnection(asyncio.Protocol):
         self._at = _At.ANSWER
         self._decoder = None
         if route.action is Action.PROXY:
-            body, self._body = self._body, []
+            body, self._body = self._body, b""
             reserved, self._reserved = self._reserved, 0  # the exchange gives it back
             self._exchange = Exchange(
                 self._hub,
@@ -418,6 +427,7 @@ class ClientConnection(asyncio.Protocol):
     def exchange_done(self, *, keep: bool, reset: bool = False) -> None:
         """Go on to the next request, or close: the answer has been written."""
         self._exchange = None
+        self._head = None
         if self._at is _At.CLOSED:
             return
         if reset:

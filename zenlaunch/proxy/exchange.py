@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.answers import REASONS, error_body
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
     from zenlaunch.proxy.hub import Hub
     from zenlaunch.proxy.routes import Route
+
+log = logging.getLogger("zenlaunch.proxy")
 
 _KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
 _NONE = frozenset[bytes]()
@@ -102,7 +105,7 @@ class Exchange:
         target: bytes,
         request_id: str,
         key_name: str | None,
-        body: list[bytes],
+        body: bytes | bytearray,
         body_bytes: int,
         reserved_bytes: int,
     ) -> None:
@@ -385,6 +388,8 @@ class Exchange:
     def _write_head(self, head: ResponseHead, *, length_bytes: int | None, payload: bytes) -> None:
         """Send the held head with the first bytes of the body, in one write."""
         self.begun = True
+        if self._client.paused:  # still full of an earlier answer
+            self.pause()
         self._out_bytes += len(payload)
         if self._early:
             self.write(chunk(payload) if self._chunked_down else payload)
@@ -403,7 +408,8 @@ class Exchange:
         else:
             self._keep = False
         if self._tracker is not None:
-            fields.append(b"x-accel-buffering: no\r\n")
+            if field(head.fields, b"x-accel-buffering") is None:
+                fields.append(b"x-accel-buffering: no\r\n")
             if field(head.fields, b"cache-control") is None:
                 fields.append(b"cache-control: no-cache\r\n")
         self._finish_head(
@@ -412,7 +418,7 @@ class Exchange:
 
     def _drop_body(self) -> None:
         """Forget the request's body: it will not be sent again."""
-        self._body = []
+        self._body = b""
         self._hub.body_bytes -= self._reserved_bytes
         self._reserved_bytes = 0
 
@@ -609,7 +615,8 @@ class Exchange:
         lease, self._lease = self._lease, None
         if lease is not None:
             hub = self._hub
-            hub.balancer.release(lease, outcome, hub.now(), retry_after_s=retry_after_s)
+            if hub.balancer.release(lease, outcome, hub.now(), retry_after_s=retry_after_s):
+                log.warning("upstream %s is ejected: it failed again and again", lease.upstream)
             if hub.waiting:
                 hub.pump_soon()
 
@@ -670,12 +677,12 @@ class Exchange:
             self._client.exchange_done(keep=keep, reset=reset)
 
 
-def _wants_stream(body: list[bytes], size_bytes: int) -> bool:
+def _wants_stream(body: bytes | bytearray, size_bytes: int) -> bool:
     """Tell whether a request asks for an event stream; large ones are not looked into."""
     if size_bytes > 262_144:
         return False
     try:
-        value = json.loads(b"".join(body))
+        value = json.loads(body)
     except ValueError:
         return False
     return isinstance(value, dict) and value.get("stream") is True

@@ -26,7 +26,7 @@ _FIELD = re.compile(_TCHAR + rb"+:" + _VALUE)
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
 _DIGITS = re.compile(rb"[0-9]{1,15}")
-_TOKENS = re.compile(rb"(?:" + _TCHAR + rb"+|[ \t,])*")
+_TOKENS = re.compile(rb"[ \t]*" + _TCHAR + rb"*[ \t]*(?:,[ \t]*" + _TCHAR + rb"*[ \t]*)*")
 
 # Fields of one hop: never forwarded, in either direction (RFC 9110 7.6.1, and their old relatives).
 HOP_BY_HOP = frozenset(

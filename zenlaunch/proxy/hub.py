@@ -8,6 +8,7 @@ instance, and the control plane's probes.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import time
@@ -83,6 +84,11 @@ class Hub:
             options.sse_keepalive_s or 60.0,
         )
         self.spawn(self._sweep(max(0.02, min(0.5, shortest_s / 10))))
+        # Imported before anybody asks: at the first scrape it would hold up every stream.
+        self.spawn(self._import_later("prometheus_client"))
+
+    async def _import_later(self, module: str) -> None:
+        await asyncio.to_thread(importlib.import_module, module)
 
     def load_secrets(self) -> None:
         """Read keys and the upstream key again; raises `ProxyError` and then changes nothing."""
@@ -110,6 +116,7 @@ class Hub:
             if old is not None:
                 old.close_idle()
                 self._probes.pop(name).cancel()
+                self.balancer.forget(name)
             self.upstreams[name] = Upstream(address, self.loop, pool_idle_s=options.pool_idle_s)
             self._wake[name] = asyncio.Event()
             self._probes[name] = self.loop.create_task(self._probe(name))

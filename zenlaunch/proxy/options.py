@@ -105,6 +105,10 @@ class ProxyOptions:
                 ip_network(network, strict=False)
             except ValueError as error:
                 raise ProxyError(f"trusted peer {network!r}: {error}") from error
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ProxyError(f"{name} must be more than 0, not {value}")
         if self.listen_fd is None and not 0 <= self.listen_port < 65536:
             raise ProxyError(f"port {self.listen_port} is not between 0 and 65535")
 
@@ -120,6 +124,19 @@ class ProxyOptions:
             max_in_flight_per_upstream=self.max_in_flight_per_upstream,
         )
 
+
+# Every time and size but these, for which 0 has a meaning.
+_POSITIVE = (
+    *(
+        name
+        for name in ProxyOptions.__dataclass_fields__
+        if name.endswith(("_s", "_bytes", "_rate", "_misses", "_after"))
+        and name not in ("drain_s", "hold_bytes", "max_pipelined_bytes")
+    ),
+    "max_connections",
+    "max_in_flight",
+    "max_in_flight_per_upstream",
+)
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -84,6 +85,9 @@ async def _serve(
                 lambda: ClientConnection(hub, admin, private=True), sock=admin_sock
             )
         )
+    # What is there now stays; cycles are rare here, and a full collection would stall every stream.
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
     print(f"listening on {_url(sock)}", file=sys.stderr, flush=True)
     try:
         signum = await stopping.get()
@@ -121,9 +125,10 @@ async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
 def _reload(hub: Hub, reload: Callable[[], ProxyOptions] | None) -> None:
     """Read again what may change; on any error keep what was there."""
     try:
+        options = reload() if reload is not None else None
         hub.load_secrets()
-        if reload is not None:
-            hub.set_upstreams(reload())
+        if options is not None:
+            hub.set_upstreams(options)
         hub.log.reopen()
     except ZenlaunchError as error:
         log.error("reload: %s; nothing was changed", error.message)

@@ -100,7 +100,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         self.upstream.connections += 1
 
-    def send(self, receiver: Receiver, head: bytes, body: list[bytes], now: float) -> None:
+    def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, now: float) -> None:
         """Send one request; the receiver hears of everything that follows."""
         self._receiver = receiver
         self._await = _Await.HEAD
@@ -109,10 +109,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.uses += 1
         if not body:
             self.transport.write(head)
-        elif len(body) == 1 and len(body[0]) < 65_536:
-            self.transport.write(head + body[0])
+        elif len(body) < 65_536:
+            self.transport.write(head + body)
         else:
-            self.transport.writelines([head, *body])
+            self.transport.writelines((head, body))
 
     def cancel(self, receiver: Receiver) -> None:
         """Close at once if `receiver` still has the connection; it hears nothing more."""
@@ -387,7 +387,7 @@ async def fetch(
                 upstream.authority,
                 fields,
             )
-            connection.send(collector, head, [], time.monotonic())
+            connection.send(collector, head, b"", time.monotonic())
             return await done
     finally:
         if connection is not None:

@@ -1,0 +1,86 @@
+"""Event streams in every cut: whole events only, the end mark and errors seen, no byte changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from zenlaunch.proxy.sse import MAX_HELD_BYTES, EventTracker, error_event, may_end_or_fail
+
+STREAM = b'data: {"a": 1}\n\n: comment\n\nevent: x\r\ndata: 2\r\n\r\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("cut", range(len(STREAM) + 1))
+def test_every_cut(cut: int) -> None:
+    tracker = EventTracker()
+    out = tracker.feed(STREAM[:cut])
+    assert out == b"" or out.endswith((b"\n\n", b"\n\r\n"))
+    assert tracker.at_rest == (out == STREAM[:cut])
+    out += tracker.feed(STREAM[cut:])
+    assert out + tracker.flush() == STREAM
+    assert tracker.done
+    assert tracker.error_status is None
+
+
+def test_byte_by_byte() -> None:
+    tracker = EventTracker()
+    out = b"".join(tracker.feed(STREAM[at : at + 1]) for at in range(len(STREAM)))
+    assert out == STREAM
+    assert tracker.done
+
+
+def test_carriage_returns_alone_end_events_too() -> None:
+    tracker = EventTracker()
+    assert tracker.feed(b"data: 1\r\rdata: 2") == b"data: 1\r\r"
+
+
+@pytest.mark.parametrize(
+    ("data", "done"),
+    [
+        (b"data: [DONE]\n\n", True), (b"data:[DONE]\n\n", True), (b"data: [DONE]\r\n\r\n", True),
+        (b'data: {"text": "data: [DONE]"}\n\n', False), (b"data: x [DONE]\n\n", False),
+        (b': [DONE]\n\n', False),
+    ],
+)  # fmt: skip
+def test_done(data: bytes, done: bool) -> None:
+    tracker = EventTracker()
+    tracker.feed(data)
+    assert tracker.done is done
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b'{"error": {"message": "x", "code": 500}}', 500), (b'{"error": {"code": 400}}', 400),
+        (b'{"error": {"code": "server_error"}}', 500), (b'{"error": "x"}', 500),
+        (b'{"error": null, "choices": []}', None), (b'{"choices": [{"error": 1}]}', None),
+        (b'{"choices": [{"text": "\\"error\\""}]}', None), (b'{"token": "error"}', None),
+        (b'{"error": broken', None), (b'{"x": ["error"]}', None), (b'{"error": {"code": 7}}', 500),
+    ],
+)  # fmt: skip
+def test_errors(data: bytes, status: int | None) -> None:
+    tracker = EventTracker()
+    tracker.feed(b"data: {}\n\ndata: " + data + b"\n\ndata: [DONE]\n\n")
+    assert tracker.error_status == status
+    assert tracker.done
+
+
+def test_a_very_large_event_is_not_held() -> None:
+    tracker = EventTracker()
+    assert tracker.feed(b"data: " + b"x" * 1000) == b""
+    assert len(tracker.feed(b"x" * MAX_HELD_BYTES)) == MAX_HELD_BYTES + 1006
+    assert tracker.feed(b"\n\n") == b"\n\n"
+
+
+def test_a_stream_that_ends_without_its_last_line() -> None:
+    tracker = EventTracker()
+    assert tracker.feed(b"data: [DONE]") == b""
+    assert tracker.flush() == b"data: [DONE]"
+    assert tracker.done
+    assert tracker.flush() == b""
+
+
+def test_what_must_be_looked_at() -> None:
+    assert may_end_or_fail(b"data: [DONE]\n\n")
+    assert may_end_or_fail(b'data: {"error": 1}\n\n')
+    assert not may_end_or_fail(b'data: {"text": "an error"}\n\n')
+    assert error_event(b"{}") == b"data: {}\n\n"
