@@ -13,8 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "zenlaunch"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
     ("topology", "config", "binding"),
-    ("memory",),
-    ("spec",),
+    ("memory", "split", "spec"),
     ("plan", "lifecycle", "proxy.balancer", "proxy.routes", "proxy.http1"),
     ("engines",),
     ("render",),
@@ -22,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("output", "cli", "__main__"),
 )
 PURE = {
-    "errors", "cpuset", "topology", "binding", "memory", "plan", "spec", "lifecycle",
+    "errors", "cpuset", "topology", "binding", "memory", "split", "plan", "spec", "lifecycle",
     "engines", "render", "proxy.balancer", "proxy.routes", "proxy.http1",
 }  # fmt: skip
 IMPURE = {

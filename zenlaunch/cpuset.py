@@ -1,6 +1,6 @@
 """CpuSet: an immutable set of CPU (or NUMA node) numbers, in the kernel's own spellings.
 
-Owns parsing and printing of the list format ("0-3,8", also with strides "0-30:2/4") and of hex masks
+Owns parsing and printing of the list format ("0-3,8", also strides: "0-30:2/4") and of hex masks
 ("ff,ffffffff"), and set algebra. Does not know what a CPU is or which of them exist.
 Follows Documentation/admin-guide/kernel-parameters.rst ("cpu lists") and lib/bitmap.c of Linux.
 """

@@ -23,7 +23,7 @@ class Phase:
 class Signature:
     """A log line that contains `marker` names a known failure.
 
-    `fatal` failures never become ready by themselves: the instance is ended at once. The others only
+    `fatal` failures never become ready by themselves: the instance is ended at once. Others only
     explain an exit. A signature further up in the tuple wins over one below it.
     """
 

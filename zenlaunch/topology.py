@@ -28,7 +28,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something the reader of a probe or plan should know; `code` is stable, `text` is for people."""
+    """What the reader of a probe or plan should know; `code` is stable, `text` is for people."""
 
     code: str
     severity: Severity
@@ -58,7 +58,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
-    """A NUMA node with its online CPUs (possibly none) and its memory (0: a node without memory)."""
+    """A NUMA node with its online CPUs (possibly none) and its memory (0: it has none)."""
 
     id: int
     cpus: CpuSet
