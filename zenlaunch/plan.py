@@ -308,17 +308,19 @@ def _make_instances(
                 node=None if pool.node is None else pool.node.id,
                 mem_nodes=EMPTY if home is None else CpuSet([home.id]),
                 memory=size_instances(home, homes.count(home), config.memory, sizes),
-                reason=_reason(split, share, reserved),
+                reason=_reason(
+                    split, share, reserved, alone=[s.pool for s in dealt].count(pool) == 1
+                ),
             )
         )
     return tuple(instances)
 
 
-def _reason(split: SplitConfig, share: _Share, reserved: CpuSet) -> str:
+def _reason(split: SplitConfig, share: _Share, reserved: CpuSet, *, alone: bool) -> str:
     pool, cores = share.pool, share.cores
     domains = len({core.l3 for core in cores if core.l3 is not None})
     how = f"{len(cores)} of {pool.name}'s {len(pool.cores)} cores"
-    if len(cores) < len(pool.cores):
+    if not alone:
         if split.layout is Layout.L3:
             how += f", {domains} L3 domain{'s' * (domains != 1)} of its own"
         elif split.layout is Layout.CONTIGUOUS:
@@ -363,7 +365,12 @@ def _spare_notes(pools: Sequence[Pool], spare: CpuSet) -> list[Note]:
     ]
     if not parts:
         return []
-    return [note("spare-cpus", f"CPUs {', '.join(parts)} are spare: instances are kept equal.")]
+    return [
+        note(
+            "spare-cpus",
+            f"CPUs {', '.join(parts)} are spare: instances are equal and stay inside a node.",
+        )
+    ]
 
 
 def _size_notes(instances: Sequence[PlannedInstance]) -> list[Note]:
