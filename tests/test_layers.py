@@ -18,7 +18,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines",),
     ("render",),
     ("probe", "observe", "shim", "supervisor", "deployments", "proxy"),
-    ("output", "cli", "__main__"),
+    ("compose",),
+    ("output",),
+    ("cli",),
+    ("__main__",),
 )
 PURE = {
     "errors", "cpuset", "topology", "binding", "memory", "split", "plan", "spec", "lifecycle",
