@@ -101,6 +101,8 @@ def _arch(first: Mapping[str, str], flags: list[str]) -> str | None:
         return "aarch64" if first.get("CPU architecture") in ("8", "AArch64") else "armv7l"
     if "fdiv_bug" in first or ("cpu MHz" in first and "flags" in first) or "address sizes" in first:
         return "x86_64" if "lm" in flags else "i686"
+    if "(pvr" in first.get("revision", "") and not first.get("cpu", "").startswith("POWER"):
+        return "ppc"
     if first.get("cpu", "").upper().startswith(("POWER", "PPC", "CELL")):
         return "ppc64le" if "little" in first.get("machine", "").lower() else "ppc64"
     if "sparc" in first.get("cpu", "").lower() or first.get("type", "").startswith("sun4"):

@@ -97,7 +97,8 @@ def _node_cpus(tree: Tree, node: int, online: CpuSet, notes: list[Note]) -> CpuS
             Note(
                 code="node-names-offline-cpus",
                 severity=Severity.INFO,
-                text=f"node {node}: its list names CPUs that are not online: {named}",
+                text=f"node {node}: its list names CPUs that are not online: {named}"
+                + (f" (its cpumap says {_show(masked)})" if masked and masked != found else ""),
             )
         )
     return (found or EMPTY) & online

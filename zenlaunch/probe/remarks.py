@@ -80,8 +80,10 @@ def _nodes(t: Topology) -> _Remarks:
                 "the kernel shows no NUMA node, so memory cannot be bound",
             )
         return
+    dark: list[int] = []
+    spans: list[str] = []
     for node in t.nodes:
-        if not node.cpus:
+        if not node.cpus and node.cpus_known:
             yield (
                 "memory-only-node" if node.memory_bytes != 0 else "empty-node",
                 Severity.INFO,
@@ -91,18 +93,22 @@ def _nodes(t: Topology) -> _Remarks:
             yield (
                 "memoryless-node",
                 Severity.WARNING,
-                f"node {node.id} has CPUs {node.cpus} and no memory",
+                f"node {node.id} has {f'CPUs {node.cpus} and ' if node.cpus else ''}no memory",
             )
-        elif node.memory_bytes is None and t.origin in ("live", "sysroot"):
-            yield (
-                "memory-unknown",
-                Severity.INFO,
-                f"node {node.id}: the source does not show its memory",
-            )
+        if node.memory_bytes is None and node.cpus:
+            dark.append(node.id)
         inside = [p.id for p in t.packages if not p.cpus.isdisjoint(node.cpus)]
         if len(inside) > 1:
-            shown = f"{len(inside)} packages" if len(inside) > 8 else f"packages {_ids(inside)}"
-            yield "node-spans-packages", Severity.INFO, f"node {node.id} spans {shown}"
+            spans.append(f"node {node.id} spans packages {_ids(inside)}")
+    if dark and t.origin in ("live", "sysroot"):
+        yield (
+            "memory-unknown",
+            Severity.INFO,
+            f"the source does not show the memory of nodes {CpuSet(dark)}",
+        )
+    if spans:
+        more = f"; so do {len(spans) - 2} more nodes" if len(spans) > 2 else ""
+        yield "node-spans-packages", Severity.INFO, "; ".join(spans[:2]) + more
     yield from _membership(t)
     sizes = {n.id: n.memory_bytes for n in t.nodes if n.cpus and n.memory_bytes}
     if sizes and max(sizes.values()) > 1.25 * min(sizes.values()):
@@ -121,7 +127,7 @@ def _membership(t: Topology) -> _Remarks:
             Severity.WARNING,
             f"CPUs {several} are listed in several nodes: their own node is not known",
         )
-    if t.online - seen:
+    if t.online - seen and all(n.cpus_known for n in t.nodes):
         yield (
             "cpus-in-no-node",
             Severity.WARNING,
@@ -159,6 +165,12 @@ def _distances(t: Topology) -> _Remarks:
 
 
 def _l3(t: Topology) -> _Remarks:
+    if not t.l3_known and t.origin in ("live", "sysroot"):
+        yield (
+            "caches-unknown",
+            Severity.INFO,
+            "no cache folders: it is not known which CPUs share an L3",
+        )
     if not t.l3:
         return
     spanning = [d for d in t.l3 if sum(1 for n in t.nodes if not n.cpus.isdisjoint(d.cpus)) > 1]

@@ -18,7 +18,8 @@ from pathlib import Path
 from zenlaunch.cpuset import EMPTY, CpuSet, union
 from zenlaunch.errors import TopologyError
 from zenlaunch.probe.cgroup import read_allowed
-from zenlaunch.probe.cpuinfo import CpuInfo, read_cpuinfo, read_machine
+from zenlaunch.probe.conflicts import conflicts, few
+from zenlaunch.probe.cpuinfo import CPUINFO, CpuInfo, read_cpuinfo, read_machine
 from zenlaunch.probe.nodes import read_nodes
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.tree import Tree
@@ -41,7 +42,7 @@ def read_sysfs(root: Path, *, live: bool) -> Topology:
     A live reading takes this process's affinity and the free memory of the nodes; a dump has its
     own proc/self or nothing. Raises TopologyError that names the file which cannot be read.
     """
-    tree = Tree(root)
+    tree = Tree(root, compare=not live)
     affinity = CpuSet(os.sched_getaffinity(0)) if live else None
     return read_tree(tree, affinity=affinity, live=live)
 
@@ -52,22 +53,13 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     allowed = read_allowed(tree, affinity=affinity)
     lazy = _LazyCpuInfo(tree)
     online, offline = _read_online(tree, lazy)
-    if not online and allowed.cpus is None and allowed.mems is None:
+    if not online:
         raise TopologyError(
             f"no CPU information below {tree.root or '/'}: neither {tree.path(CPU)} nor "
-            f"{tree.path('proc/cpuinfo')} names a CPU",
+            f"{tree.path(CPUINFO)} names a CPU",
             hint="--sysroot takes the folder that holds sys/ and proc/"
             if tree.root
             else "is /sys mounted? (mount -t sysfs sysfs /sys)",
-        )
-    if not online:
-        notes.append(
-            Note(
-                code="no-cpus",
-                severity=Severity.ERROR,
-                text=f"no CPU information: neither {tree.path(CPU)} nor "
-                f"{tree.path('proc/cpuinfo')} names a CPU; only the cpuset could be read",
-            )
         )
     nodes = read_nodes(tree, online=online, live=live)
     notes += nodes.notes
@@ -77,7 +69,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     packages = _packages(rows, online, lazy, notes)
     package_of = {cpu: p.id for p in packages for cpu in p.cpus}
     caches = _read_l3(tree, online, notes)
-    l3_of = {cpu: i for i, domain in enumerate(caches.domains) for cpu in domain.cpus}
+    l3_of = _unique({i: domain.cpus for i, domain in enumerate(caches.domains)})
     kinds = _kinds(tree, online)
     cores = tuple(
         Core(
@@ -109,16 +101,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
         isolated=(tree.cpulist(f"{CPU}/isolated") or EMPTY) & online,
         nohz_full=(tree.cpulist(f"{CPU}/nohz_full") or EMPTY) & online,
     )
-    if tree.denied:
-        shown = ", ".join(tree.path(rel) for rel in tree.denied[:3])
-        more = f" and {len(tree.denied) - 3} more" if len(tree.denied) > 3 else ""
-        notes.append(
-            Note(
-                code="permission-denied",
-                severity=Severity.WARNING,
-                text=f"not readable for this user: {shown}{more}; read as if they were absent",
-            )
-        )
+    notes += conflicts(tree, topology)
     return replace(topology, notes=(*notes, *remarks(topology)))
 
 
@@ -196,25 +179,25 @@ def _siblings(
     """Return the cores as sets of online CPUs, ascending, each CPU in exactly one."""
     said = {cpu: row.siblings for cpu, row in rows.items() if row.siblings}
     cores: dict[CpuSet, None] = {}
-    conflicts: list[str] = []
+    odd: list[str] = []
     for cpu, cpus in said.items():
         # Two CPUs share a core when each says so.
         both = CpuSet(c for c in cpus if c == cpu or cpu in said.get(c, EMPTY))
         if both != cpus or cpu not in cpus:
-            conflicts.append(f"CPU {cpu} says {cpus}")
+            odd.append(f"CPU {cpu} says {cpus}")
         cores[both | CpuSet([cpu])] = None
     taken: dict[int, CpuSet] = {}
     for cpus in sorted(cores, key=lambda s: (s.first, -len(s))):
         left = CpuSet(c for c in cpus if c not in taken)
         if left:
             taken |= dict.fromkeys(left, left)
-    if conflicts:
+    if odd:
         notes.append(
             Note(
                 code="siblings-conflict",
                 severity=Severity.WARNING,
                 text="the CPUs of a core disagree about it: "
-                + _few(conflicts)
+                + few(odd)
                 + "; only CPUs that name each other are taken as one core",
             )
         )
@@ -278,18 +261,18 @@ def _packages(
     silent = online - CpuSet(named)
     if silent:
         groups |= _unnamed_packages(rows, silent, taken=set(groups), notes=notes)
-    conflicts = [
+    odd = [
         f"CPU {cpu} is in package {named[cpu]} ({groups[named[cpu]]}) by physical_package_id, "
         f"among {row.package_cpus} by core_siblings"
         for cpu, row in rows.items()
         if cpu in named and row.package_cpus is not None and row.package_cpus != groups[named[cpu]]
     ]
-    if conflicts:
+    if odd:
         notes.append(
             Note(
                 code="package-conflict",
                 severity=Severity.WARNING,
-                text=_few(conflicts) + "; physical_package_id is used",
+                text=few(odd) + "; physical_package_id is used",
             )
         )
     return tuple(Package(id=i, cpus=cpus) for i, cpus in sorted(groups.items()))
@@ -357,17 +340,16 @@ def _read_l3(tree: Tree, online: CpuSet, notes: list[Note]) -> _Caches:
                 index_of.setdefault(other, index)
     domains = sorted(sizes, key=lambda s: (s.bits & -s.bits, s.bits))
     seen = EMPTY
-    conflicts: list[str] = []
+    overlap = False
     for cpus in domains:
-        if not cpus.isdisjoint(seen):
-            conflicts.append(str(cpus))
+        overlap = overlap or not cpus.isdisjoint(seen)
         seen |= cpus
-    if conflicts:
+    if overlap:
         notes.append(
             Note(
                 code="l3-conflict",
                 severity=Severity.WARNING,
-                text=f"L3 domains overlap: {_few([str(d) for d in domains])}; all are shown, "
+                text=f"L3 domains overlap: {few([str(d) for d in domains])}; all are shown, "
                 "cores in several belong to none",
             )
         )
@@ -436,8 +418,3 @@ def _same(values: Iterable[int | None]) -> int | None:
     """Return the value that all share; None where they differ or there is none."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
-
-
-def _few(items: list[str], most: int = 4) -> str:
-    more = f"; and {len(items) - most} more" if len(items) > most else ""
-    return "; ".join(items[:most]) + more

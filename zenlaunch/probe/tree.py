@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import TopologyError
@@ -28,6 +29,15 @@ _UNSET = "(null)"
 _BLANKS = " \t\r\n\v\f\0"
 
 
+class Differing(NamedTuple):
+    """Two files of one folder that should show the same set; the first one was used."""
+
+    used: str
+    cpus: CpuSet
+    other: str
+    others: CpuSet
+
+
 class Tree:
     """Read files below one root; paths are relative ("sys/devices/system/cpu/online").
 
@@ -35,9 +45,11 @@ class Tree:
     before the user sees anything.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, compare: bool = False) -> None:
         self.root = str(root).rstrip("/")
+        self.compare = compare
         self.denied: list[str] = []
+        self.differing: list[Differing] = []
         self._lists: dict[str, CpuSet] = {}
         self._masks: dict[str, CpuSet] = {}
         self._usual: dict[tuple[str, ...], str] = {}
@@ -108,19 +120,26 @@ class Tree:
         """Return the first of several spellings of one set that has content in a folder.
 
         Names ending in "list" are lists, the others masks. The spelling that was found last time
-        is tried first: kernels differ in names, the CPUs of one machine do not.
+        is tried first: kernels differ in names, the CPUs of one machine do not. With `compare` the
+        others are read too, and those that differ are kept in `differing`: a kernel cannot write
+        both, a dump that was edited can hold both.
         """
         usual = self._usual.get(names)
-        if usual is not None:
-            text = self.text(folder + usual)
-            if text:
-                return self._parse(folder + usual, text)
-        for name in names:
+        for name in names if usual is None else (usual, *names):
             text = self.text(folder + name)
             if text:
                 self._usual[names] = name
-                return self._parse(folder + name, text)
+                found = self._parse(folder + name, text)
+                if self.compare:
+                    self._compare(folder, name, found, names)
+                return found
         return None
+
+    def _compare(self, folder: str, used: str, found: CpuSet, names: tuple[str, ...]) -> None:
+        for name in names:
+            text = self.text(folder + name) if name != used else None
+            if text and (other := self._parse(folder + name, text)) != found:
+                self.differing.append(Differing(folder + used, found, folder + name, other))
 
     def damaged(self, rel: str, text: str, why: str) -> TopologyError:
         """Make the error for a file whose content cannot be what the kernel writes there."""
