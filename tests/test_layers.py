@@ -17,6 +17,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan", "lifecycle", "proxy.balancer", "proxy.routes", "proxy.http1"),
     ("engines",),
     ("render",),
+    ("events", "checks", "compiled", "logs", "child"),
+    ("watch",),
     ("probe", "observe", "shim", "supervisor", "deployments", "proxy"),
     ("compose",),
     ("output",),

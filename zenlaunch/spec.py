@@ -70,7 +70,8 @@ class LaunchSpec:
     `argv` is complete (numactl included). `env` is set on top of the inherited environment after
     the names in `unset` were removed from it; a name in `unset` that ends in `*` removes all that
     begin so. `drain_s` is the time the engine itself takes to finish requests after SIGTERM;
-    `cpus`/`mem_nodes` say where its threads and pages must be.
+    `cpus`/`mem_nodes` say where its threads and pages must be; with `self_bind` there is no numactl
+    in `argv` and the launcher binds the process itself before it executes it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class LaunchSpec:
     cpus: CpuSet = EMPTY
     engine_cpus: CpuSet = EMPTY
     mem_nodes: CpuSet = EMPTY
+    self_bind: bool = False
     memory_bytes: int | None = None
     health: HealthCheck = HealthCheck()
     phases: tuple[Phase, ...] = ()
