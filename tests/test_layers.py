@@ -75,7 +75,7 @@ def own_imports(path: Path) -> set[str]:
 def test_imports_point_down(path: Path) -> None:
     module = name_of(path)
     for imported in own_imports(path):
-        same_room = imported.split(".")[0] == module.split(".")[0] and "." in module
+        same_room = imported.split(".")[0] == module.split(".")[0]
         below = layer_of(imported) < layer_of(module)
         assert same_room or below or module == "__main__", f"{module} must not import {imported}"
 

@@ -82,7 +82,7 @@ WISHES = (
     _option("split.threads_per_core", int, "--threads-per-core", "1, or 2 with SMT."),
     _option("split.reserve_per_instance", int, "--reserve-per-instance",
             "Cores of each instance kept free of engine threads."),
-    _option("split.reserve_proxy", int, "--reserve-proxy", "Cores for the proxy; 0: it is not pinned."),
+    _option("split.reserve_proxy", int, "--reserve-proxy", "Cores for the proxy; 0: not pinned."),
     _option("split.recipe", Recipe, "--recipe", "A published split, exactly."),
     _option("memory.kv_cache", str, "--kv-cache", "KV cache of each instance (40G), or auto."),
     _option("memory.weights", str, "--weights", "Size of the weights, if the files are not here."),

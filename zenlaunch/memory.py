@@ -78,8 +78,8 @@ class NodeLedger:
 
 
 def gib(n: int) -> str:
-    """Print bytes as GiB with one decimal."""
-    return f"{n / GIB:.1f} GiB"
+    """Print bytes as GiB, or TiB from 1 TiB on, with one decimal."""
+    return f"{n / GIB:.1f} GiB" if n < 1024 * GIB else f"{n / GIB / 1024:.1f} TiB"
 
 
 def available_bytes(node: NumaNode, margin: str) -> int | None:

@@ -107,13 +107,13 @@ def machine_picture(topology: Topology) -> list[Text]:
         if package != last:
             lines.append(Text("socket ?" if package is None else f"socket {package}"))
             last = package
-        label = "node ?" if node is None else f"node {node}"
+        label = " node ?" if node is None else f" node {node}"
 
         def mark(core: Core) -> tuple[str, str]:
             usable = core.cpus & allowed
             return (str(len(core.cpus)), "") if usable else ("x", "dim")
 
-        lines += _rows(f"  {label}", _grouped(cores), mark)
+        lines += _rows(label, _grouped(cores), mark)
     legend = "one figure = one core and its number of CPUs"
     if any(not core.cpus & allowed for core in topology.cores):
         legend += ", x = not allowed here"
@@ -302,15 +302,15 @@ def _times(count: int, n: int | None) -> str:
 
 
 def _command(groups: Sequence[Sequence[str]]) -> Text:
-    """Break a command into lines that a shell joins again."""
+    """Break a command into lines that a shell joins again; "-u NAME" stays together."""
     lines = []
     for k, group in enumerate(groups):
         line = "" if k == 0 else " "
-        for word in map(shlex.quote, group):
+        for word in shlex.join(group).replace(" -u ", " -u\0").split(" "):
             if len(line) + len(word) > WIDTH - 3 and line.strip():
                 lines.append(line)
                 line = "   "
-            line += (" " if line else "") + word
+            line += (" " if line else "") + word.replace("\0", " ")
         lines.append(line)
     return Text(" \\\n".join(lines))
 

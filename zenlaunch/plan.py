@@ -30,6 +30,7 @@ from zenlaunch.split import (
 from zenlaunch.topology import Core, Note, NumaNode, Severity, Topology
 
 SCHEMA = 1
+_ORDINALS = {2: "second", 3: "third", 4: "fourth"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +183,7 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
     decided, decision_notes = decide_split(topology, split, pools)
     homes = [_memory_home(topology, pool) for pool in pools]
     dealt = [
-        _Share(pool=pool, home=home, cores=cores)
+        _Share(pool=pool, home=home, cores=cores, count=count)
         for pool, home, own, count in zip(
             pools, homes, own_cores(pools, decided), decided.counts, strict=True
         )
@@ -239,11 +240,12 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """The cores of one instance, the pool they are of, and the node its memory comes from."""
+    """One instance: its cores, one of `count` shares of the pool, and the node of its memory."""
 
     pool: Pool
     home: NumaNode | None
     cores: tuple[Core, ...]
+    count: int
 
 
 def _memory_home(topology: Topology, pool: Pool) -> NumaNode | None:
@@ -308,25 +310,25 @@ def _make_instances(
                 node=None if pool.node is None else pool.node.id,
                 mem_nodes=EMPTY if home is None else CpuSet([home.id]),
                 memory=size_instances(home, homes.count(home), config.memory, sizes),
-                reason=_reason(
-                    split, share, reserved, alone=[s.pool for s in dealt].count(pool) == 1
-                ),
+                reason=_reason(split, share, reserved),
             )
         )
     return tuple(instances)
 
 
-def _reason(split: SplitConfig, share: _Share, reserved: CpuSet, *, alone: bool) -> str:
+def _reason(split: SplitConfig, share: _Share, reserved: CpuSet) -> str:
     pool, cores = share.pool, share.cores
     domains = len({core.l3 for core in cores if core.l3 is not None})
     how = f"{len(cores)} of {pool.name}'s {len(pool.cores)} cores"
-    if not alone:
+    if share.count > 1:
         if split.layout is Layout.L3:
             how += f", {domains} L3 domain{'s' * (domains != 1)} of its own"
         elif split.layout is Layout.CONTIGUOUS:
             how += ", next to each other"
-        elif domains > 1:
-            how += f", dealt out in turn, so that it draws on {domains} L3 domains"
+        else:
+            how += f", every {_ORDINALS.get(share.count, f'{share.count}th')} one"
+            if domains > 1:
+                how += f", so that it draws on {domains} L3 domains"
     threads = len(pool.of(cores) - reserved)
     kept = f", CPU {reserved} for its API server and engine core" if reserved else ""
     bound = f"memory bound to node {share.home.id}" if share.home else "memory not bound (no nodes)"
