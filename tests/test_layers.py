@@ -14,7 +14,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
     ("topology", "config", "binding"),
     ("memory", "split", "spec"),
-    ("plan", "lifecycle", "proxy.balancer", "proxy.routes", "proxy.http1"),
+    (
+        "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
+        "proxy.routes", "proxy.sse",
+    ),
     ("engines",),
     ("render",),
     ("events", "checks", "compiled", "logs", "child"),
@@ -24,10 +27,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("output",),
     ("cli",),
     ("__main__",),
-)
+)  # fmt: skip
 PURE = {
     "errors", "cpuset", "topology", "binding", "memory", "split", "plan", "spec", "lifecycle",
-    "engines", "render", "proxy.balancer", "proxy.routes", "proxy.http1",
+    "engines", "render", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
+    "proxy.routes", "proxy.sse",
 }  # fmt: skip
 IMPURE = {
     "os", "subprocess", "asyncio", "socket", "time", "logging", "pathlib", "shutil", "tempfile",

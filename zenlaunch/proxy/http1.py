@@ -1,0 +1,421 @@
+"""HTTP/1.1 as the proxy speaks it: heads, framing and chunks, bytes in and values out.
+
+Owns what is malformed and therefore refused (RFC 9112, read strictly: whatever two parsers could
+read in two ways is an error), which header fields go no further than one hop, and where a message
+ends. Does no IO and keeps no connection: `downstream` and `upstream` feed it. A chunked body's
+extensions and trailers end here; bodies are never changed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_HEAD_BYTES = 65_536
+MAX_FIELDS = 128
+MAX_REQUEST_LINE_BYTES = 16_384
+MAX_CHUNK_LINE_BYTES = 1_024
+MAX_TRAILER_BYTES = 16_384
+
+_TCHAR = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
+_VALUE = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
+_REQUEST_LINE = re.compile(rb"(" + _TCHAR + rb"+) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
+_FIELDS = re.compile(rb"(?:" + _TCHAR + rb"+:" + _VALUE + rb"\r\n)*")
+_FIELD = re.compile(_TCHAR + rb"+:" + _VALUE)
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
+_DIGITS = re.compile(rb"[0-9]{1,15}")
+_TOKENS = re.compile(rb"(?:" + _TCHAR + rb"+|[ \t,])*")
+
+# Fields of one hop: never forwarded, in either direction (RFC 9110 7.6.1, and their old relatives).
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    }
+)
+# Rebuilt by the proxy, or not the client's to say.
+_NOT_FORWARDED_UP = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-data-parallel-rank",
+    b"x-request-id",
+    b"x-forwarded-for",
+    b"x-forwarded-proto",
+    b"x-forwarded-host",
+    b"x-forwarded-port",
+    b"x-real-ip",
+    b"forwarded",
+}
+_NOT_FORWARDED_DOWN = HOP_BY_HOP | {b"content-length", b"x-request-id"}
+_FRAMING = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"}
+)
+
+Fields = list[tuple[bytes, bytes]]
+
+
+class BadMessage(Exception):
+    """A message that is malformed or ambiguous; `status` answers it where it is a request."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+# One of these is made for each message: a NamedTuple costs a fifth of a frozen dataclass.
+class RequestHead(NamedTuple):
+    """A request's head, checked; `fields` have lower-case names, `one_hop` are those that end here.
+
+    `length_bytes` is None without Content-Length; `chunked` excludes it.
+    """
+
+    method: str
+    target: bytes
+    minor: int
+    fields: Fields
+    host: bytes
+    length_bytes: int | None
+    chunked: bool
+    keep_alive: bool
+    expects_continue: bool
+    upgrade: bytes
+    one_hop: frozenset[bytes]
+
+
+class ResponseHead(NamedTuple):
+    """A response's head, checked; framing as in `RequestHead`, both absent: until the close."""
+
+    status: int
+    reason: bytes
+    minor: int
+    fields: Fields
+    length_bytes: int | None
+    chunked: bool
+    keep_alive: bool
+    one_hop: frozenset[bytes]
+
+
+_NO_NAMES: frozenset[bytes] = frozenset()
+
+
+def problem_of_partial_head(data: bytes) -> BadMessage | None:
+    """Return what is already wrong with a request head whose end has not arrived, if anything.
+
+    Without this a client that speaks something else (TLS, bare line feeds) would wait for the
+    header timeout instead of being told.
+    """
+    if len(data) > MAX_HEAD_BYTES:
+        return BadMessage("the request head is larger than 64 KiB", status=431)
+    line_end = data.find(b"\r\n")
+    if line_end < 0 and len(data) > MAX_REQUEST_LINE_BYTES:
+        return BadMessage("the request line is longer than 16 KiB", status=414)
+    if data and re.match(_TCHAR, data) is None:
+        return BadMessage("this is not an HTTP request (is the client speaking TLS?)")
+    if b"\0" in data:
+        return BadMessage("NUL in the request head")
+    if data.count(b"\n") != data.count(b"\r\n"):
+        return BadMessage("a line of the request head ends with a bare LF")
+    if data.count(b"\r") - data.endswith(b"\r") != data.count(b"\r\n"):
+        return BadMessage("bare CR in the request head")
+    return None
+
+
+def parse_request_head(head: bytes) -> RequestHead:
+    """Parse a request head without its closing empty line.
+
+    Raises `BadMessage` with the status to answer (400, 414, 417, 431, 505).
+    """
+    line, _, block = head.partition(b"\r\n")
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        raise BadMessage("malformed request line")
+    if len(line) > MAX_REQUEST_LINE_BYTES:
+        raise BadMessage("the request line is longer than 16 KiB", status=414)
+    if match[3] != b"1":
+        raise BadMessage("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
+    minor = 1 if match[4] != b"0" else 0
+    fields = _parse_fields(block)
+    hosts: list[bytes] = []
+    length: bytes | None = None
+    coding = connection = expect = upgrade = b""
+    for name, value in fields:
+        if name not in _FRAMING:
+            continue
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"content-length":
+            if length is not None:
+                raise BadMessage("more than one Content-Length")
+            length = value
+        elif name == b"transfer-encoding":
+            if coding:
+                raise BadMessage("more than one Transfer-Encoding")
+            coding = value.lower() or b"?"
+        elif name == b"connection":
+            connection = connection + b"," + value.lower() if connection else value.lower()
+        elif name == b"expect":
+            expect = value.lower()
+        else:
+            upgrade = value.lower()
+    if len(hosts) != 1 and (hosts or minor):
+        raise BadMessage("an HTTP/1.1 request needs exactly one Host")
+    host = hosts[0] if hosts else b""
+    if _HOST.fullmatch(host) is None:
+        raise BadMessage("malformed Host")
+    length_bytes = _framing(length, coding, minor=minor)
+    if expect and expect != b"100-continue":
+        raise BadMessage("the only expectation known is 100-continue", status=417)
+    one_hop = _tokens(connection) if connection else _NO_NAMES
+    return RequestHead(
+        match[1].decode(),
+        match[2],
+        minor,
+        fields,
+        host,
+        length_bytes,
+        bool(coding),
+        minor == 1 and b"close" not in one_hop,
+        bool(expect) and minor == 1,
+        upgrade,
+        one_hop,
+    )
+
+
+def parse_response_head(head: bytes) -> ResponseHead:
+    """Parse a response head without its closing empty line; raises `BadMessage`."""
+    line, _, block = head.partition(b"\r\n")
+    match = _STATUS_LINE.fullmatch(line)
+    if match is None:
+        raise BadMessage("malformed status line")
+    minor = int(match[1])
+    fields = _parse_fields(block)
+    length: bytes | None = None
+    coding = connection = b""
+    for name, value in fields:
+        if name == b"content-length":
+            if length is not None:
+                raise BadMessage("more than one Content-Length")
+            length = value
+        elif name == b"transfer-encoding":
+            if coding:
+                raise BadMessage("more than one Transfer-Encoding")
+            coding = value.lower() or b"?"
+        elif name == b"connection":
+            connection = connection + b"," + value.lower() if connection else value.lower()
+    length_bytes = _framing(length, coding, minor=minor)
+    one_hop = _tokens(connection) if connection else _NO_NAMES
+    keep_alive = b"close" not in one_hop and (minor == 1 or b"keep-alive" in one_hop)
+    return ResponseHead(
+        int(match[2]),
+        match[3] or b"",
+        minor,
+        fields,
+        length_bytes,
+        bool(coding),
+        keep_alive,
+        one_hop,
+    )
+
+
+def _parse_fields(block: bytes) -> Fields:
+    if not block:
+        return []
+    if _FIELDS.fullmatch(block + b"\r\n") is None:
+        raise BadMessage(_why_malformed(block))
+    fields: Fields = []
+    for line in block.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        fields.append((name.lower(), value.strip(b" \t")))
+    if len(fields) > MAX_FIELDS:
+        raise BadMessage(f"more than {MAX_FIELDS} header fields", status=431)
+    return fields
+
+
+def _why_malformed(block: bytes) -> str:
+    for line in block.split(b"\r\n"):
+        if _FIELD.fullmatch(line):
+            continue
+        if line[:1] in (b" ", b"\t"):
+            return "a folded header line (obs-fold)"
+        if re.match(_TCHAR + rb"+[ \t]+:", line):
+            return "white space between a field name and its colon"
+        if b"\n" in line or b"\r" in line:
+            return "bare CR or LF in a header line"
+        return "malformed header line"
+    return "malformed header"
+
+
+def _framing(length: bytes | None, coding: bytes, *, minor: int) -> int | None:
+    if coding:
+        if length is not None:
+            raise BadMessage("both Transfer-Encoding and Content-Length")
+        if coding != b"chunked":
+            raise BadMessage("the only transfer coding known is chunked")
+        if minor == 0:
+            raise BadMessage("Transfer-Encoding in an HTTP/1.0 message")
+        return None
+    if length is None:
+        return None
+    if _DIGITS.fullmatch(length) is None:
+        raise BadMessage("malformed Content-Length")
+    return int(length)
+
+
+def _tokens(value: bytes) -> frozenset[bytes]:
+    if _TOKENS.fullmatch(value) is None:
+        raise BadMessage("malformed Connection")
+    return frozenset(token.strip(b" \t") for token in value.split(b",")) - {b""}
+
+
+def request_fields(head: RequestHead, *, also_dropped: frozenset[bytes] = _NO_NAMES) -> list[bytes]:
+    """Return the field lines of a request that travel on, each with its line end."""
+    one_hop = head.one_hop
+    return [
+        b"%b: %b\r\n" % (name, value)
+        for name, value in head.fields
+        if name not in _NOT_FORWARDED_UP
+        and name not in one_hop
+        and name not in also_dropped
+        and not name.startswith(b"x-zenlaunch-")
+    ]
+
+
+def response_fields(head: ResponseHead) -> list[bytes]:
+    """Return the field lines of a response that travel on, each with its line end."""
+    one_hop = head.one_hop
+    return [
+        b"%b: %b\r\n" % (name, value)
+        for name, value in head.fields
+        if name not in _NOT_FORWARDED_DOWN
+        and name not in one_hop
+        and not name.startswith(b"x-zenlaunch-")
+    ]
+
+
+def field(fields: Fields, name: bytes) -> bytes | None:
+    """Return the value of the first field called `name` (lower case), or None."""
+    for key, value in fields:
+        if key == name:
+            return value
+    return None
+
+
+def chunk(payload: bytes) -> bytes:
+    """Frame a payload as one chunk; an empty one gives nothing, since it would end the body."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""
+
+
+LAST_CHUNK = b"0\r\n\r\n"
+
+_known_sizes: dict[bytes, int] = {}
+
+
+def is_one_whole_chunk(data: bytes) -> bool:
+    """Tell whether `data` is exactly one chunk, without extensions: it may be relayed as it is."""
+    end = data.find(b"\r\n", 0, 10)
+    if end <= 0:
+        return False
+    line = data[:end]
+    size = _known_sizes.get(line)
+    if size is None:
+        match = _CHUNK_LINE.fullmatch(line)
+        if match is None or match[1] != line:
+            return False
+        size = int(line, 16)
+        if len(_known_sizes) < 16_384:
+            _known_sizes[line] = size
+    return size > 0 and len(data) == end + size + 4 and data.endswith(b"\r\n")
+
+
+class ChunkDecoder:
+    """Take chunk framing off a body, in any pieces it arrives in.
+
+    Chunk extensions and trailers are checked and dropped. `done` is set at the end of the message.
+    """
+
+    __slots__ = ("_left", "_rest", "_trailer_bytes", "done", "in_trailer")
+
+    def __init__(self) -> None:
+        self._left = -1  # of the chunk at hand and its CRLF; -1: a size line is next
+        self._rest = b""
+        self._trailer_bytes = 0
+        self.in_trailer = False
+        self.done = False
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next byte begins a chunk."""
+        return self._left == -1 and not self._rest and not self.in_trailer
+
+    def feed(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Return the payload in `data`, and what follows the end of the message.
+
+        Raises `BadMessage` at framing that is not exactly chunked.
+        """
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        payload: list[bytes] = []
+        pos, size = 0, len(data)
+        while pos < size:
+            if self.in_trailer:
+                end = data.find(b"\r\n", pos)
+                if end < 0:
+                    self._keep(data[pos:], MAX_TRAILER_BYTES - self._trailer_bytes)
+                    break
+                line = data[pos:end]
+                pos = end + 2
+                if not line:
+                    self.done = True
+                    break
+                self._trailer_bytes += len(line)
+                if self._trailer_bytes > MAX_TRAILER_BYTES or _FIELD.fullmatch(line) is None:
+                    raise BadMessage("malformed trailer")
+            elif self._left < 0:
+                end = data.find(b"\r\n", pos, pos + MAX_CHUNK_LINE_BYTES)
+                if end < 0:
+                    self._keep(data[pos:], MAX_CHUNK_LINE_BYTES)
+                    break
+                match = _CHUNK_LINE.fullmatch(data, pos, end)
+                if match is None:
+                    raise BadMessage("malformed chunk size")
+                pos = end + 2
+                length = int(match[1], 16)
+                if length:
+                    self._left = length + 2
+                else:
+                    self.in_trailer = True
+            else:
+                pos = self._take(data, pos, payload)
+        return payload, data[pos:] if self.done else b""
+
+    def _take(self, data: bytes, pos: int, payload: list[bytes]) -> int:
+        """Move past payload and the CRLF that closes it; `_left` counts both."""
+        if self._left > 2:
+            piece = data[pos : pos + self._left - 2]
+            payload.append(piece)
+            self._left -= len(piece)
+            return pos + len(piece)
+        if data[pos] != b"\n\r"[self._left - 1]:
+            raise BadMessage("a chunk is longer than its size")
+        self._left -= 1
+        if self._left == 0:
+            self._left = -1
+        return pos + 1
+
+    def _keep(self, rest: bytes, limit: int) -> None:
+        if len(rest) > limit or b"\n" in rest or b"\r" in rest[:-1]:
+            raise BadMessage("malformed chunk size or trailer")
+        self._rest = rest

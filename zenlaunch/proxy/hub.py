@@ -1,0 +1,251 @@
+"""What all connections share: options, balancer, upstreams, queue, budget, counters, one timer.
+
+Every deadline is checked by one sweep instead of a timer for each request, since arming and
+cancelling timers would cost more than relaying. Owns the bounded queue of requests that wait for an
+instance, and the control plane's probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from email.utils import formatdate
+from typing import TYPE_CHECKING
+
+from zenlaunch.proxy.accesslog import AccessLog
+from zenlaunch.proxy.balancer import Balancer
+from zenlaunch.proxy.metrics import Stats
+from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.proxy.trust import KeyRing, Peers, load_keys, read_secret
+from zenlaunch.proxy.upstream import Upstream, fetch
+
+if TYPE_CHECKING:
+    from zenlaunch.proxy.downstream import ClientConnection
+    from zenlaunch.proxy.exchange import Exchange
+
+log = logging.getLogger("zenlaunch.proxy")
+
+
+class Hub:
+    """The state of one running proxy."""
+
+    def __init__(
+        self, options: ProxyOptions, loop: asyncio.AbstractEventLoop, *, max_connections: int
+    ) -> None:
+        self.options = options
+        self.loop = loop
+        self.now = time.monotonic  # loop.time() of uvloop knows milliseconds only
+        self.max_connections = max_connections
+        self.upstreams: dict[str, Upstream] = {}
+        self.balancer = Balancer((), policy=options.policy, rules=options.rules)
+        self.stats = Stats()
+        self.log = AccessLog(options.access_log)
+        self.peers = Peers(options.trusted_peers)
+        self.keys = KeyRing()
+        self.admin_keys = KeyRing()
+        self.upstream_authorization = b""
+        self.clients: set[ClientConnection] = set()
+        self.exchanges: set[Exchange] = set()
+        self.waiting: deque[Exchange] = deque()
+        self.body_bytes = 0
+        self.draining = False
+        self.date = b""
+        # From the loop's clock to the epoch: one subtraction instead of a system call a request.
+        self.epoch_s = time.time() - time.monotonic()
+        self._second = -1
+        self._ids = f"{os.urandom(6).hex()}-"
+        self._id = 0
+        self._pumping = False
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._wake: dict[str, asyncio.Event] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.tick()
+
+    # -- start, reload, stop
+
+    def start(self) -> None:
+        """Read the keys and begin to probe the upstreams and to watch the time."""
+        self.load_secrets()
+        self.set_upstreams(self.options)
+        options = self.options
+        shortest_s = min(
+            options.connect_timeout_s,
+            options.first_byte_timeout_s,
+            options.gap_timeout_s,
+            options.head_timeout_s,
+            options.keep_alive_s,
+            options.queue_timeout_s,
+            options.client_stall_s,
+            options.body_grace_s,
+            options.sse_keepalive_s or 60.0,
+        )
+        self.spawn(self._sweep(max(0.02, min(0.5, shortest_s / 10))))
+
+    def load_secrets(self) -> None:
+        """Read keys and the upstream key again; raises `ProxyError` and then changes nothing."""
+        options = self.options
+        environment = os.environ.get(options.api_keys_env, "") if options.api_keys_env else ""
+        keys = load_keys(options.api_keys_file, environment)
+        admin_keys = load_keys(options.admin_keys_file, None)
+        authorization = b""
+        if options.upstream_key_file is not None:
+            secret = read_secret(options.upstream_key_file).strip()
+            authorization = b"authorization: Bearer %b\r\n" % secret.encode()
+        self.keys, self.admin_keys = keys, admin_keys
+        self.upstream_authorization = authorization
+
+    def set_upstreams(self, options: ProxyOptions) -> None:
+        """Take the list of upstreams from `options`; those that stay keep their state."""
+        wanted = {address.name: address for address in options.addresses}
+        for name in [name for name in self.upstreams if name not in wanted]:
+            self.upstreams.pop(name).close_idle()
+            self._probes.pop(name).cancel()
+        for name, address in wanted.items():
+            old = self.upstreams.get(name)
+            if old is not None and old.address == address:
+                continue
+            if old is not None:
+                old.close_idle()
+                self._probes.pop(name).cancel()
+            self.upstreams[name] = Upstream(address, self.loop, pool_idle_s=options.pool_idle_s)
+            self._wake[name] = asyncio.Event()
+            self._probes[name] = self.loop.create_task(self._probe(name))
+        self.balancer.set_members(wanted)
+
+    def spawn(self, coroutine: object) -> None:
+        """Run a coroutine beside the connections until it ends or the proxy does."""
+        assert asyncio.iscoroutine(coroutine)
+        task: asyncio.Task[None] = self.loop.create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self._reaped)
+
+    def _reaped(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the proxy failed", exc_info=task.exception())
+
+    async def stop(self) -> None:
+        """End probes and timers and close what is idle."""
+        tasks = [*self._probes.values(), *self.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for upstream in self.upstreams.values():
+            upstream.close_idle()
+        self.log.close()
+
+    # -- time
+
+    def tick(self) -> None:
+        """Refresh what changes once a second."""
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            self.date = formatdate(second, usegmt=True).encode()
+            self.log.flush()
+
+    async def _sweep(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            now = self.now()
+            self.tick()
+            for exchange in list(self.exchanges):
+                exchange.check(now)
+            for client in list(self.clients):
+                client.check(now)
+            for upstream in self.upstreams.values():
+                upstream.close_idle(now)
+            if self.waiting:
+                self.pump()
+
+    def new_id(self) -> str:
+        """Return a request id that no other request of any proxy has."""
+        self._id += 1
+        return self._ids + str(self._id)
+
+    # -- the queue
+
+    def enqueue(self, exchange: Exchange) -> bool:
+        """Let a request wait for an instance; False when too many wait already."""
+        if len(self.waiting) >= self.options.max_queued:
+            return False
+        self.waiting.append(exchange)
+        return True
+
+    def pump_soon(self) -> None:
+        """Give the next in the queue its turn, once the caller is done."""
+        if self.waiting and not self._pumping:
+            self._pumping = True
+            self.loop.call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Start waiting requests, in order, as long as instances take them."""
+        self._pumping = False
+        while self.waiting:
+            exchange = self.waiting.popleft()
+            if not exchange.retake():
+                self.waiting.appendleft(exchange)
+                return
+
+    # -- probes
+
+    def probe_soon(self, name: str) -> None:
+        """Ask an upstream now how it is: a request has just failed there."""
+        event = self._wake.get(name)
+        if event is not None:
+            event.set()
+
+    async def _probe(self, name: str) -> None:
+        options = self.options
+        wake = self._wake[name]
+        while True:
+            await self._probe_once(name)
+            ready = self.balancer.is_ready(name)
+            pause_s = options.probe_ready_interval_s if ready else options.probe_interval_s
+            wake.clear()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await wake.wait()
+                # A burst of failures asks once, not once for each.
+                await asyncio.sleep(min(0.05, pause_s))
+            except TimeoutError:
+                pass
+
+    async def _probe_once(self, name: str) -> None:
+        upstream = self.upstreams[name]
+        counters = self.stats.of(name)
+        received = counters.bytes_received
+        try:
+            status, _ = await fetch(
+                upstream,
+                self.options.probe_path,
+                timeout_s=self.options.probe_timeout_s,
+                fields=self.upstream_authorization,
+            )
+        except TimeoutError:
+            # Busy is not dead: while its tokens flow, silence of /health says nothing.
+            if counters.bytes_received == received:
+                self._note(name, self.balancer.probe_missed(name, decisive=False), "is silent")
+            return
+        except ConnectionRefusedError:
+            gone = self.balancer.probe_missed(name, decisive=True)
+            self._note(name, gone, "refuses connections")
+            return
+        except OSError:
+            self._note(name, self.balancer.probe_missed(name, decisive=False), "breaks connections")
+            return
+        if status == 200:
+            self._note(name, self.balancer.probe_answered(name), "is ready")
+            self.pump_soon()
+        else:
+            gone = self.balancer.probe_missed(name, decisive=True)
+            self._note(name, gone, f"says {status}")
+
+    def _note(self, name: str, changed: bool, what: str) -> None:
+        if changed:
+            if what != "is ready":
+                self.upstreams[name].close_idle()
+            log.info("upstream %s %s", name, what)

@@ -1,0 +1,106 @@
+"""Server-sent events as they pass: where an event ends, whether the stream ended well.
+
+The proxy forwards whole events (an event is of no use to a client before its empty line), so that a
+stream that breaks can be ended by an error event of its own and no client ever reads half of one.
+Nothing is changed or dropped. Follows the WHATWG event-stream format; errors and `[DONE]` as vLLM
+and OpenAI send them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+MAX_HELD_BYTES = 65_536
+
+_DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\][\r\n]")
+_DATA = re.compile(rb"(?:^|[\r\n])data: ?(\{[^\r\n]*)")
+
+
+def may_end_or_fail(data: bytes) -> bool:
+    """Tell, cheaply, whether `data` must be looked at: it may hold an error or the end mark."""
+    return b'"error"' in data or b"[DONE]" in data
+
+
+class EventTracker:
+    """Follow one event stream.
+
+    `done` is set once `data: [DONE]` has passed, `error_status` once an error event has (the status
+    that it names, 500 if none).
+    """
+
+    __slots__ = ("_held", "done", "error_status", "events")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self.done = False
+        self.error_status: int | None = None
+        self.events = 0
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether all that came was whole events."""
+        return not self._held
+
+    def feed(self, payload: bytes) -> bytes:
+        """Return what may be forwarded now: the whole events; keeps the beginning of the next.
+
+        More than 64 KiB of one event is forwarded as it comes.
+        """
+        if self._held:
+            payload = self._held + payload
+            self._held = b""
+        if not payload.endswith(b"\n\n"):
+            cut = _end_of_events(payload)
+            if len(payload) - cut <= MAX_HELD_BYTES:
+                self._held = payload[cut:]
+                payload = payload[:cut]
+        if payload:
+            self._look(payload)
+        return payload
+
+    def flush(self) -> bytes:
+        """Return what is still held: the stream has ended."""
+        rest, self._held = self._held, b""
+        if rest:
+            self._look(rest + b"\n")
+        return rest
+
+    def _look(self, payload: bytes) -> None:
+        self.events += payload.count(b"\n\n") or 1
+        if b"[DONE]" in payload and _DONE.search(payload):
+            self.done = True
+        if b'"error"' in payload and self.error_status is None:
+            for match in _DATA.finditer(payload):
+                status = _error_status(match[1])
+                if status is not None:
+                    self.error_status = status
+                    return
+
+
+def _end_of_events(payload: bytes) -> int:
+    end = 0
+    for mark in (b"\n\n", b"\n\r\n", b"\r\r"):
+        at = payload.rfind(mark)
+        if at >= 0:
+            end = max(end, at + len(mark))
+    return end
+
+
+def _error_status(data: bytes) -> int | None:
+    if b'"error"' not in data:
+        return None
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return None
+    error = value.get("error") if isinstance(value, dict) else None
+    if not error:
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def error_event(body: bytes) -> bytes:
+    """Return the event that tells a client of a broken stream; `body` is one line of JSON."""
+    return b"data: " + body + b"\n\n"

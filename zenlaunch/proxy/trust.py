@@ -1,0 +1,129 @@
+"""Who may ask, and what is believed of what they say: API keys and forwarded addresses.
+
+Keys are kept as digests and compared in constant time, all of them for every request, so that an
+answer's time tells nothing. Nothing here ever prints a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+from zenlaunch.errors import ProxyError
+from zenlaunch.proxy.http1 import RequestHead, field
+
+_NAMED = re.compile(r"([A-Za-z0-9._-]+)\s*:\s*(\S+)")
+
+
+class KeyRing:
+    """Named keys; an empty ring admits everybody."""
+
+    __slots__ = ("_digests",)
+
+    def __init__(self, keys: tuple[tuple[str, str], ...] = ()) -> None:
+        self._digests = tuple((name, hashlib.sha256(key.encode()).digest()) for name, key in keys)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def __repr__(self) -> str:
+        return f"<KeyRing of {len(self)}>"
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return the name of a key, or None if it is not on the ring."""
+        digest = hashlib.sha256(key).digest()
+        found = None
+        for name, known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def presented_key(head: RequestHead) -> bytes:
+    """Return the key of a request: `Authorization: Bearer` (OpenAI) or `x-api-key` (Anthropic)."""
+    value = field(head.fields, b"authorization")
+    if value is not None:
+        scheme, _, key = value.partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    return field(head.fields, b"x-api-key") or b""
+
+
+def parse_keys(text: str) -> tuple[tuple[str, str], ...]:
+    """Read `name: key` or bare keys, one a line or with commas between; `#` begins a comment."""
+    keys: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            continue
+        for entry in line.split(","):
+            entry = entry.strip()
+            if not entry:
+                continue
+            named = _NAMED.fullmatch(entry)
+            keys.append((named[1], named[2]) if named else (f"key{len(keys) + 1}", entry))
+    return tuple(keys)
+
+
+def load_keys(path: Path | None, environment: str | None) -> KeyRing:
+    """Read a ring from a file and the text of an environment variable.
+
+    Raises `ProxyError` when the file cannot be read or holds no key: an empty ring would open the
+    door that the user meant to lock.
+    """
+    keys: tuple[tuple[str, str], ...] = ()
+    if path is not None:
+        keys = parse_keys(read_secret(path))
+        if not keys:
+            raise ProxyError(f"{path} holds no API key", hint="Write one `name: key` per line.")
+    if environment:
+        keys += parse_keys(environment)
+    return KeyRing(keys)
+
+
+def read_secret(path: Path) -> str:
+    """Read a file of secrets; raises `ProxyError` saying which."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ProxyError(f"cannot read {path}: {reason}") from error
+
+
+class Peers:
+    """Whose `X-Forwarded-*` are believed."""
+
+    __slots__ = ("_networks",)
+
+    def __init__(self, networks: tuple[str, ...] = ()) -> None:
+        self._networks = tuple(ip_network(network, strict=False) for network in networks)
+
+    def trusts(self, address: str) -> bool:
+        """Tell whether a peer's address is in one of the networks."""
+        if not self._networks:
+            return False
+        try:
+            peer = ip_address(address)
+        except ValueError:
+            return False
+        return any(peer in network for network in self._networks)
+
+
+def forwarded_fields(head: RequestHead, *, peer: str, trusted: bool) -> bytes:
+    """Return the X-Forwarded-* lines to send upstream.
+
+    What the client says of itself is replaced, unless it is a trusted proxy: then it is extended.
+    """
+    chain, proto, host = peer.encode(), b"http", head.host
+    if trusted:
+        before = b", ".join(value for name, value in head.fields if name == b"x-forwarded-for")
+        if before:
+            chain = before + b", " + chain
+        proto = field(head.fields, b"x-forwarded-proto") or proto
+        host = field(head.fields, b"x-forwarded-host") or host
+    return b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\nx-forwarded-host: %b\r\n" % (
+        chain,
+        proto,
+        host,
+    )
