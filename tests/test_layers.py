@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("watch",),
     ("probe", "observe", "shim", "supervisor", "deployments", "proxy"),
     ("compose",),
-    ("output",),
+    ("output", "up"),
     ("cli",),
     ("__main__",),
 )  # fmt: skip

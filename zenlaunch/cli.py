@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,12 @@ from zenlaunch.config import (
     validated,
 )
 from zenlaunch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zenlaunch.events import Outcome
+    from zenlaunch.output import UpScreen
+    from zenlaunch.plan import Plan
+    from zenlaunch.supervisor import Deployment
 
 app = typer.Typer(
     name="zenlaunch",
@@ -223,6 +229,143 @@ def plan(
         print_steps(composed.plan, console)
         return
     print_plan(composed, console, dict(os.environ))
+
+
+@app.command()
+@_takes_wishes
+def up(
+    ctx: typer.Context,
+    model: ModelArgument = None,
+    config_file: ConfigFile = None,
+    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "default",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, start nothing.", show_default=False)
+    ] = False,
+    ask: Annotated[
+        str | None,
+        typer.Option("--ask", show_default=False,
+                     help="When all is ready, put this question through the proxy."),
+    ] = None,
+    port: Port = None,
+    zentorch: ZenTorch = None,
+    *,
+    wishes: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Start the instances and the proxy; stay until Ctrl-C."""
+    from zenlaunch.compose import compose, read_machine
+    from zenlaunch.output import UpScreen, make_console, plan_map, print_plan
+    from zenlaunch.up import choose_folders, make_deployment, refuse_what_cannot_run
+
+    config = _read_config(ctx, model, config_file, port, zentorch, wishes)
+    topology, here = read_machine(None, None)
+    composed = compose(config, topology, here=here)
+    refuse_what_cannot_run(composed)
+    console = make_console()
+    if dry_run:
+        print_plan(composed, console, dict(os.environ))
+        return
+    folders = choose_folders(name, os.environ)
+    deployment = make_deployment(name, composed, folders)
+    console.print(*plan_map(topology, composed.plan), sep="\n")
+    console.print(f"logs in {folders.logs}")
+    with UpScreen(composed.plan, console) as screen:
+        outcome = _run_deployment(deployment, composed.plan, screen, ask)
+    if outcome.error is not None:
+        raise outcome.error
+    raise typer.Exit(outcome.exit_code)
+
+
+def _run_deployment(
+    deployment: Deployment, plan: Plan, screen: UpScreen, ask: str | None
+) -> Outcome:
+    """Run until stopped; once all is ready say where, and put the question of --ask."""
+    import asyncio
+
+    from zenlaunch import events, supervisor
+
+    host = f"[{plan.proxy.host}]" if ":" in plan.proxy.host else plan.proxy.host
+    host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
+    url = f"http://{host}:{plan.proxy.port}"
+    answers: set[asyncio.Task[None]] = set()
+
+    async def put_question(question: str) -> None:
+        answer = await asyncio.to_thread(_ask, url, question)
+        screen.say(answer)
+
+    def on_event(event: events.Event) -> None:
+        screen.handle(event)
+        if isinstance(event, events.AllReady):
+            screen.settle()
+            screen.say(f"ready after {event.seconds:.0f} s: {url}/v1   (Ctrl-C stops everything)")
+            if ask is not None:
+                answers.add(asyncio.get_running_loop().create_task(put_question(ask)))
+
+    return asyncio.run(supervisor.run(deployment, on_event=on_event))
+
+
+def _ask(url: str, question: str) -> str:
+    """Put one chat question through the proxy and return the answer, or what went wrong."""
+    import httpx
+
+    try:
+        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            answer = client.post(
+                "/v1/chat/completions",
+                json={
+                    "model": model,
+                    "messages": [{"role": "user", "content": question}],
+                    "max_tokens": 32,
+                },
+            ).raise_for_status()
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as e:
+        return f"no answer to {question!r}: {e}"
+    text = answer.json()["choices"][0]["message"]["content"]
+    return f"{question!r} -> {answer.headers.get('x-zenlaunch-upstream', '?')}: {text!r}"
+
+
+@app.command()
+def proxy(
+    upstream: Annotated[
+        list[str], typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.")
+    ],
+    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT.")] = "127.0.0.1:8000",
+    policy: Annotated[
+        Policy, typer.Option("--policy", help="How an engine is chosen.")
+    ] = Policy.LEAST_INFLIGHT,
+    admin_socket: Annotated[
+        Path | None,
+        typer.Option("--admin-socket", help="A unix socket for drain and resume.",
+                     show_default=False),
+    ] = None,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", help="How long answers may finish at the end.")
+    ] = 120.0,
+) -> None:  # fmt: skip
+    """Run the proxy alone, before engines that somebody else started."""
+    from zenlaunch.proxy.balancer import Policy as BalancerPolicy
+    from zenlaunch.proxy.options import ProxyOptions
+    from zenlaunch.proxy.server import run as serve
+
+    try:
+        host, port = parse_listen(listen)
+    except ValueError as e:
+        raise ConfigError(f"--listen: {e}") from None
+    pairs = []
+    for k, text in enumerate(upstream):
+        name, sep, url = text.partition("=")
+        pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
+    status = serve(
+        ProxyOptions(
+            upstreams=tuple(pairs),
+            listen_host=host,
+            listen_port=port,
+            policy=BalancerPolicy(policy.value),
+            admin_socket=admin_socket,
+            drain_s=drain_s,
+        )
+    )
+    raise typer.Exit(status)
 
 
 @config_app.command("schema")

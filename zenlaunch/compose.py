@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zenlaunch.config import Config
-from zenlaunch.engines import ENGINES, EngineChoice
+from zenlaunch.engines import ENGINES, EngineChoice, EngineFacts
 from zenlaunch.errors import ConfigError, TopologyError
 from zenlaunch.memory import ModelSizes
 from zenlaunch.plan import Plan, make_plan
@@ -33,6 +33,7 @@ class Composed:
     topology: Topology
     config: Config
     sizes: ModelSizes
+    facts: EngineFacts
     choice: EngineChoice
     plan: Plan
     specs: tuple[LaunchSpec, ...]
@@ -95,6 +96,7 @@ def compose(config: Config, topology: Topology, *, here: bool) -> Composed:
         topology=topology,
         config=config,
         sizes=sizes,
+        facts=facts,
         choice=choice,
         plan=plan,
         specs=specs,

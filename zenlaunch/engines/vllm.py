@@ -260,7 +260,10 @@ def _version_notes(version: str, row: Row, facts: EngineFacts) -> list[Note]:
     notes = []
     if facts.version is None:
         notes.append(
-            _note("vllm-assumed", f"planned for vLLM {version}: none was found or named (--vllm-version).")
+            _note(
+                "vllm-assumed",
+                f"planned for vLLM {version}, since none was found (--vllm-version).",
+            )
         )
     if parse_version(version) > NEWEST:
         notes.append(
