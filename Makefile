@@ -28,7 +28,7 @@ setup-vllm: $(VLLM)/.ready
 $(VLLM)/.ready: .venv/.installed scripts/install_vllm.sh scripts/tiny_model.py
 	@PYTHON=$(PYTHON) scripts/install_vllm.sh $(VLLM)
 	@mkdir -p $(CACHE)
-	@$(VLLM)/bin/python scripts/tiny_model.py $(TINY)
+	@$(VLLM)/bin/python scripts/tiny_model.py $(TINY) 2>/dev/null
 	@touch $@
 
 up: setup-vllm

@@ -147,6 +147,7 @@ def launch(
         health=HealthCheck(
             path="/health",
             start_timeout_s=config.engine.start_timeout_s,
+            interval_s=10.0,
             metrics_path="/metrics",
             progress_metric="vllm:iteration_tokens_total_count",
             running_metric="vllm:num_requests_running",

@@ -68,7 +68,8 @@ def find_engine(
             command=command,
             **cpu,
         )
-    python = engine.python or _find_python(environ)
+    # Not resolved: a virtual environment's python is a link, and knows its environment by its place.
+    python = str(Path(engine.python).absolute()) if engine.python else _find_python(environ)
     if python is None:
         source = VersionSource.NAMED if engine.version else VersionSource.ASSUMED
         return EngineFacts(version=engine.version, version_source=source, **cpu)
