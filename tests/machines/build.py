@@ -7,8 +7,10 @@ the tree, written by hand. Keys of a description, all optional but `packages` (o
   numbering     linear: package after package, all second siblings after all first ones (x86);
                 adjacent: siblings side by side (POWER, VMs); round-robin: CPU n is in package
                 n mod packages (or in node n mod nodes with `round_robin: nodes`)
+  core_cpus     list of the CPUs of each core: replaces the numbering of an irregular machine
   package_ids   the kernel's ids, -1 allowed; default 0, 1, ...
-  core_ids      package (repeat in each package), node (repeat in each node), none
+  node_ids      the kernel's ids in the order of the packages; default 0, 1, ...
+  core_ids      package (repeat in each package), node (repeat in each node), minus (-1), none
   memory, memory_of, l3_size, near, far    sizes and distances ("768GiB"; 12; 32)
   nodes         node id -> {cpus, memory}: replaces or adds nodes (cpus "" for a memory-only one)
   distances     node id -> row: replaces the computed rows
@@ -25,8 +27,11 @@ the tree, written by hand. Keys of a description, all optional but `packages` (o
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Iterable
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +82,14 @@ def load(name: str) -> Description:
     return Description(name=name, facts=facts, rows=lay_out(facts))
 
 
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """Give a temporary folder for trees, in memory where possible: they are thousands of files."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
+        yield Path(made)
+
+
 def build(name: str, root: Path) -> Path:
     """Write the tree of one description below `root`; returns `root`."""
     return write(files_of(load(name)), root)
@@ -102,6 +115,7 @@ def lay_out(facts: dict[str, Any]) -> list[Row]:
     per_package = l3s * per_l3
     cores = packages * per_package
     rows = []
+    node_ids = facts.get("node_ids", range(packages * nps))
     for core in range(cores):
         package, place = divmod(core, per_package)
         node = package * nps + place * nps // per_package
@@ -111,20 +125,24 @@ def lay_out(facts: dict[str, Any]) -> list[Row]:
             by_node = facts.get("round_robin") == "nodes"
             groups = packages * nps if by_node else packages
             first = in_node * groups + node if by_node else place * groups + package
-        per_node_ids = facts.get("core_ids") == "node"
-        for thread in range(threads):
-            rows.append(
-                Row(
-                    cpu=first * threads + thread
-                    if numbering == "adjacent"
-                    else first + thread * cores,
-                    package=package,
-                    core=core,
-                    l3=core // per_l3,
-                    node=node,
-                    core_id=in_node if per_node_ids else place,
-                )
+        if "core_cpus" in facts:
+            cpus = sorted(ids(facts["core_cpus"][core]))
+        elif numbering == "adjacent":
+            cpus = [first * threads + thread for thread in range(threads)]
+        else:
+            cpus = [first + thread * cores for thread in range(threads)]
+        core_id = {"node": in_node, "minus": -1}.get(facts.get("core_ids", "package"), place)
+        rows += [
+            Row(
+                cpu=cpu,
+                package=package,
+                core=core,
+                l3=core // per_l3,
+                node=node_ids[node],
+                core_id=core_id,
             )
+            for cpu in cpus
+        ]
     return sorted(rows, key=lambda r: r.cpu)
 
 
@@ -289,13 +307,14 @@ def _nodes(w: _Writer) -> None:
         packages[row.node] = row.package
         if row.cpu in w.online or "stale-node-lists" in w.quirks:
             cpus[row.node].add(row.cpu)
-    memory = {n: w.facts.get("memory", "64GiB") for n in cpus}
+    usual = w.facts.get("memory", "64GiB")
+    memory = dict.fromkeys(cpus, usual)
     for node, facts in w.facts.get("nodes", {}).items():
         if facts is None:
             del cpus[node], memory[node]
             continue
         cpus[node] = ids(facts["cpus"]) if "cpus" in facts else cpus[node]
-        memory[node] = facts.get("memory", memory.get(node))
+        memory[node] = facts.get("memory", memory.get(node, usual))
     order = sorted(cpus)
     w.put(f"{NODE}/online", cpu_list(order))
     w.put(f"{NODE}/possible", w.facts.get("possible_nodes", cpu_list(order)))

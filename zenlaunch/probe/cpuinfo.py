@@ -99,7 +99,7 @@ def _arch(first: Mapping[str, str], flags: list[str]) -> str | None:
         return "riscv" + first["isa"][2:4]
     if "CPU implementer" in first:
         return "aarch64" if first.get("CPU architecture") in ("8", "AArch64") else "armv7l"
-    if "fdiv_bug" in first or ("cpu MHz" in first and "flags" in first) or "address sizes" in first:
+    if "flags" in first and vendor:  # other architectures call them features, or isa
         return "x86_64" if "lm" in flags else "i686"
     if "(pvr" in first.get("revision", "") and not first.get("cpu", "").startswith("POWER"):
         return "ppc"

@@ -20,6 +20,7 @@ from zenlaunch.errors import TopologyError
 # damaged dump (or a link to a device), and reading on would only fill the memory.
 LIMIT = 16 << 20
 _CHUNK = 1 << 16
+_PAGE = 1 << 12
 # O_NONBLOCK: a FIFO in a damaged dump must not hang the reader.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _NUMBER = re.compile(r"[+-]?\d{1,19}")
@@ -58,8 +59,8 @@ class Tree:
         """Return the full path of a file, for messages."""
         return f"{self.root}/{rel}"
 
-    def text(self, rel: str, *, limit: int = LIMIT) -> str | None:
-        """Return at most `limit` bytes of a file without outer blanks; None where it is absent."""
+    def raw(self, rel: str, *, limit: int = LIMIT) -> bytes | None:
+        """Return at most `limit` bytes of a file; None where it is absent or no plain file."""
         try:
             fd = os.open(f"{self.root}/{rel}", _FLAGS)
         except PermissionError:
@@ -69,9 +70,8 @@ class Tree:
             return None
         try:
             data = os.read(fd, min(limit, _CHUNK))
-            if len(data) >= 4096:  # procfs and sysfs hand out a page at a time
-                parts = [data]
-                left = limit - len(data)
+            if len(data) >= _PAGE:  # procfs and sysfs hand out a page at a time
+                parts, left = [data], limit - len(data)
                 while left > 0 and (more := os.read(fd, min(left, _CHUNK))):
                     parts.append(more)
                     left -= len(more)
@@ -80,7 +80,12 @@ class Tree:
             return None
         finally:
             os.close(fd)
-        return data.decode("utf-8", "replace").strip(_BLANKS)
+        return data
+
+    def text(self, rel: str, *, limit: int = LIMIT) -> str | None:
+        """Return at most `limit` bytes of a file without outer blanks; None where it is absent."""
+        data = self.raw(rel, limit=limit)
+        return None if data is None else data.decode("utf-8", "replace").strip(_BLANKS)
 
     def names(self, rel: str) -> list[str]:
         """Return the sorted names in a folder; [] where it is absent."""
