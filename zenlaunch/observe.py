@@ -121,7 +121,7 @@ def threads_of(pid: int) -> list[Thread]:
                         name=name.partition("(")[2],
                         cpus=CpuSet.parse(allowed[1]) if allowed else EMPTY,
                         last_cpu=int(fields[36]),
-                        cpu_s=(int(fields[11]) + int(fields[12])) / tick,
+                        cpu_s=_used_s(task.path, (int(fields[11]) + int(fields[12])) / tick),
                     )
                 )
     return found
@@ -162,6 +162,13 @@ def parse_numa_maps(text: str, shared: dict[str, dict[int, int]]) -> Pages:
                 own[node] += part
                 file[node] += size_bytes - part
     return Pages(own=_positive(own), file=_positive(file))
+
+
+def _used_s(task: str, coarse_s: float) -> float:
+    """Return a thread's CPU time: to the nanosecond where the kernel counts so, else in ticks."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(task, "schedstat").read_text().split()[0]) / 1e9
+    return coarse_s
 
 
 def _number(words: list[str], key: str, default: int) -> int:
