@@ -210,3 +210,9 @@ def in_flight(status: Any, name: str) -> int | None:
             value = row.get("in_flight")
             return value if isinstance(value, int) else None
     return None
+
+
+def connect_host(host: str) -> str:
+    """Return where to connect, as a URL spells it, to reach a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

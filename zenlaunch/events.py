@@ -7,6 +7,7 @@ a date, since whoever shows it knows when it came.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from zenlaunch.errors import ZenlaunchError
 from zenlaunch.lifecycle import Role, State
@@ -72,6 +73,7 @@ class Failed:
 
     `what` is "died", "was ended" (by us, since it could not recover) or "was not started", `how`
     "exit 1", "SIGKILL" or the reason. `retry_s` is when the next try comes; None: no more.
+    `report` is the folder of the crash report.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Failed:
     advice: str | None
     log_tail: tuple[str, ...]
     retry_s: float | None
+    report: Path | None
 
     @property
     def message(self) -> str:

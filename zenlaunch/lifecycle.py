@@ -53,9 +53,10 @@ class Policy:
     """How patient the deployment is.
 
     `start_tries`: attempts of a member that was never ready. `restart_tries`: failures in a row of
-    one that was ready before; a run of `good_run_s` begins the count anew. `grace_s` is what an
-    engine may take to end after its drain. `keep_going`: one that never becomes ready is left
-    failed, instead of ending everything.
+    one that was ready before; a run of `good_run_s` begins the count anew. `drain_s` is how long
+    answers under way are waited for once the proxy sends nothing new, `grace_s` what an engine may
+    take to end after that. `keep_going`: one that never becomes ready is left failed, instead of
+    ending everything.
     """
 
     start_tries: int = 1
@@ -63,6 +64,7 @@ class Policy:
     backoff_first_s: float = 1.0
     backoff_most_s: float = 60.0
     good_run_s: float = 600.0
+    drain_s: float = 30.0
     grace_s: float = 15.0
     keep_going: bool = False
 
@@ -400,7 +402,7 @@ class _Step:
             self.kill(member.name)
         elif member.state in SERVING:
             if member.role is Role.INSTANCE and self.system.proxy_serves:
-                deadline = self.now + member.drain_s
+                deadline = self.now + self.system.policy.drain_s
                 self.change(member.name, state=State.DRAINING, deadline=deadline)
                 self.actions.append(Drain(member.name))
             else:

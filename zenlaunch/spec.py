@@ -64,6 +64,20 @@ class CompileCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a ready engine must show besides its threads and pages.
+
+    `libraries` are parts of file names that must be mapped ("libzentorch"), `lines` parts of log
+    lines that must have come. `cores_pattern` is a regular expression whose group 1 is the list of
+    CPUs that the engine says it uses.
+    """
+
+    libraries: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    cores_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """One process tree.
 
@@ -89,4 +103,5 @@ class LaunchSpec:
     phases: tuple[Phase, ...] = ()
     signatures: tuple[Signature, ...] = ()
     compile_cache: CompileCache | None = None
+    evidence: Evidence = Evidence()
     drain_s: float = 30.0

@@ -15,37 +15,31 @@ import os
 import random
 import signal
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zenlaunch import checks, compiled, watch
+from zenlaunch import checks, compiled
 from zenlaunch import lifecycle as lc
-from zenlaunch.child import Child, become_subreaper, describe_status, processes, tree
+from zenlaunch.child import become_subreaper
 from zenlaunch.errors import LaunchError, ProxyError, ZenlaunchError
 from zenlaunch.events import (
     AllReady,
-    BecameReady,
     Event,
     Failed,
-    LogLines,
     MemberStatus,
     Outcome,
-    PhaseReached,
     RollingEnded,
-    Spawned,
     StateChanged,
     Stopping,
     Waiting,
     Warned,
 )
 from zenlaunch.lifecycle import Member, Policy, Role, State, System
-from zenlaunch.logs import Lines, LogFile, secrets_of
-from zenlaunch.spec import LaunchSpec, Signature
+from zenlaunch.logs import LogFile, secrets_of
+from zenlaunch.runs import Run, Surroundings
+from zenlaunch.spec import LaunchSpec
 
-TAIL_SHOWN = 20
-MEMORY_WAIT_S = 30.0
 SIGNAL_EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -56,6 +50,7 @@ class Deployment:
     `log_dir` gets NAME.log; `cache_dir` holds the stamps of filled compile caches. `admin_socket`
     is the proxy's, for drain and resume. `environ` is what the programs inherit, before each
     spec's `unset` and `env`. With `hangup_stops` SIGHUP ends everything (a foreground `up`).
+    `memory_wait_s` is how long a start waits for a node's memory to become free.
     """
 
     name: str
@@ -68,23 +63,9 @@ class Deployment:
     policy: Policy = field(default_factory=Policy)
     handle_signals: bool = True
     hangup_stops: bool = True
+    memory_wait_s: float = 30.0
     log_bytes: int = 64 << 20
     log_keep: int = 3
-
-
-@dataclass(slots=True)
-class _Run:
-    """One run of a member, from the spawn action to its last process gone."""
-
-    task: asyncio.Task[None] | None = None
-    child: Child | None = None
-    started: float = 0.0
-    phase: str | None = None
-    ready_seconds: float | None = None
-    refused: str | None = None
-    evidence: dict[str, str] = field(default_factory=dict)
-    artifacts: list[str] = field(default_factory=list)
-    lines: Lines = field(default_factory=Lines)
 
 
 async def run(
@@ -110,15 +91,13 @@ class Supervisor:
     def __init__(self, deployment: Deployment, on_event: Callable[[Event], None]) -> None:
         self.deployment = deployment
         self._emit = on_event
-        self._environ = dict(os.environ if deployment.environ is None else deployment.environ)
-        self._secrets = secrets_of(self._environ)
         self._specs = {s.name: s for s in deployment.instances}
         if deployment.proxy is not None:
             self._specs[deployment.proxy.name] = deployment.proxy
         if len(self._specs) != len(deployment.instances) + (deployment.proxy is not None):
             raise LaunchError("two members of the deployment have the same name")
         self._system = self._first_system()
-        self._runs: dict[str, _Run] = {name: _Run() for name in self._specs}
+        self._runs: dict[str, Run] = {}
         self._logs = {
             name: LogFile(
                 deployment.log_dir / f"{name}.log",
@@ -133,8 +112,21 @@ class Supervisor:
         self._begun = time.monotonic()
         self._all_ready = False
         self._error: ZenlaunchError | None = None
-        self._full: set[str] = set()
+        self._bug: BaseException | None = None
         self._waiting: dict[str, str] = {}
+        environ = dict(os.environ if deployment.environ is None else deployment.environ)
+        self._around = Surroundings(
+            deployment=deployment.name,
+            log_dir=deployment.log_dir,
+            cache_dir=deployment.cache_dir,
+            environ=environ,
+            secrets=secrets_of(environ),
+            post=self._inbox.put_nowait,
+            emit=on_event,
+            chance=random.random,
+            memory_wait_s=deployment.memory_wait_s,
+            claimed=self._claimed_bytes,
+        )
 
     def _first_system(self) -> System:
         members = [
@@ -184,20 +176,21 @@ class Supervisor:
         now = time.monotonic()
         rows = []
         for member in self._system.members:
-            spec, run = self._specs[member.name], self._runs[member.name]
+            spec, run = self._specs[member.name], self._runs.get(member.name)
+            alive = run is not None and run.child is not None and member.state in lc.ALIVE
             rows.append(
                 MemberStatus(
                     name=member.name,
                     role=member.role,
                     state=member.state,
                     phase=self._waiting.get(member.name)
-                    or (run.phase if member.state is State.STARTING else None),
-                    pid=run.child.pid or None if run.child else None,
+                    or (run.phase if run and member.state is State.STARTING else None),
+                    pid=run.child.pid if alive and run and run.child else None,
                     host=spec.host,
                     port=spec.port,
                     since_s=now - member.since,
                     restarts=member.restarts,
-                    ready_seconds=run.ready_seconds,
+                    ready_seconds=run.ready_seconds if run else None,
                 )
             )
         return tuple(rows)
@@ -260,6 +253,8 @@ class Supervisor:
                 event = await asyncio.wait_for(self._inbox.get(), wait)
             except TimeoutError:
                 event = lc.Tick()
+            if self._bug is not None:
+                raise self._bug
             before = self._system
             self._system, actions = lc.step(before, event, time.monotonic())
             self._tell(before, event)
@@ -268,11 +263,9 @@ class Supervisor:
                     case lc.Spawn(name):
                         self._spawn(name)
                     case lc.Terminate(name):
-                        child = self._runs[name].child
-                        if child is not None:
-                            child.terminate()
+                        self._runs[name].terminate()
                     case lc.Kill(name):
-                        self._kill(name)
+                        self._runs[name].kill()
                     case lc.Drain(name):
                         self._go(self._drain(name))
                     case lc.Resume(name):
@@ -284,25 +277,29 @@ class Supervisor:
                     case lc.Finish(exit_code):
                         return exit_code
 
-    def _go(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Hold a task; a bug in it ends the deployment instead of being lost."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                self._bug = self._bug or task.exception()
+                self._inbox.put_nowait(lc.Tick())
+
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(done)
+
+    def _go(self, work: Coroutine[None, None, None]) -> None:
+        self._keep(asyncio.get_running_loop().create_task(work))
 
     async def _end_all(self) -> None:
-        tasks = [*self._tasks]
-        for task in tasks:
+        running = {run.task for run in self._runs.values()}
+        for task in self._tasks - running:
             task.cancel()
         for run in self._runs.values():
-            if run.child is not None:
-                run.child.kill()
-            elif run.task is not None:
-                run.task.cancel()
-                tasks.append(run.task)
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for run in self._runs.values():
-            if run.task is not None:
-                await asyncio.gather(run.task, return_exceptions=True)
+            if not run.task.done():
+                run.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # -- telling -----------------------------------------------------
 
@@ -346,215 +343,36 @@ class Supervisor:
                 self._emit(Waiting(name=member.name, reason=reason))
 
     def _tell_failure(self, old: Member, new: Member, now: float) -> None:
-        run = self._runs[new.name]
-        starting = old.ready_at is None
-        signature = self._signature(run, self._specs[new.name])
-        what, how = "died", describe_status(run.child.status if run.child else None)
-        if run.refused is not None:
-            what, how = "was not started", run.refused
-        elif old.doomed is not None:
-            what, how = "was ended", old.doomed
-        failure = Failed(
-            name=new.name,
-            what=what,
-            how=how,
-            starting=starting,
-            seconds=now - run.started,
-            cause=signature.cause if signature else None,
-            evidence=run.evidence[signature.marker] if signature else None,
-            advice=signature.advice if signature else None,
-            log_tail=tuple(run.lines.tail)[-TAIL_SHOWN:],
-            retry_s=None if new.deadline is None else new.deadline - now,
-        )
+        failure = self._runs[new.name].failure(old, new, now)
         self._emit(failure)
         if new.state is State.FAILED and self._error is None:
             self._error = _as_error(failure, new)
             if self._system.exit_code is not None:
                 self._emit(Stopping(why=failure.message))
 
-    @staticmethod
-    def _signature(run: _Run, spec: LaunchSpec) -> Signature | None:
-        return next((s for s in spec.signatures if s.marker in run.evidence), None)
-
-    # -- one run of a member -----------------------------------------
+    # -- runs --------------------------------------------------------
 
     def _spawn(self, name: str) -> None:
-        run = _Run(started=time.monotonic())
         spec = self._specs[name]
-        markers = [p.marker for p in spec.phases] + [s.marker for s in spec.signatures]
-        if spec.compile_cache is not None:
-            markers += spec.compile_cache.artifact_markers
-        run.lines = Lines(markers=markers, secrets=self._secrets)
+        run = Run(spec, self._around, self._logs[name], any_answer=spec is self.deployment.proxy)
         self._runs[name] = run
-        run.task = asyncio.get_running_loop().create_task(self._live(spec, run))
-
-    def _kill(self, name: str) -> None:
-        run = self._runs[name]
-        if run.child is not None:
-            run.child.kill()
-        elif run.task is not None:
-            run.task.cancel()
-
-    async def _live(self, spec: LaunchSpec, run: _Run) -> None:
-        """Check, start, watch, and report the end, whatever the end is."""
-        watching: asyncio.Task[None] | None = None
-        try:
-            await self._wait_for_memory(spec, run)
-            run.refused = checks.port_taken(spec.host, spec.port)
-            if run.refused is not None:
-                return
-            run.started = time.monotonic()
-            run.child = await Child.spawn(
-                name=spec.name,
-                marker=f"{self.deployment.name}/{spec.name}/{uuid.uuid4().hex}",
-                argv=spec.argv,
-                env=self.environment(spec),
-                on_output=lambda data: self._output(spec, run, data),
-                cpus=spec.cpus if spec.self_bind else None,
-                mem_nodes=spec.mem_nodes if spec.self_bind else None,
-            )
-            self._emit(Spawned(name=spec.name, pid=run.child.pid))
-            watching = asyncio.get_running_loop().create_task(self._watch(spec, run, run.child))
-            await run.child.gone.wait()
-        except LaunchError as e:
-            run.refused = e.message
-        finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-            self._record(spec, run, *run.lines.flush())
-            self._inbox.put_nowait(lc.Exited(spec.name, jitter=random.random()))
-
-    def environment(self, spec: LaunchSpec) -> dict[str, str]:
-        """Return the environment that a member's program gets."""
-        env = dict(self._environ)
-        for name in spec.unset:
-            if name.endswith("*"):
-                for key in [k for k in env if k.startswith(name[:-1])]:
-                    del env[key]
-            else:
-                env.pop(name, None)
-        return env | spec.env
-
-    async def _wait_for_memory(self, spec: LaunchSpec, run: _Run) -> None:
-        """Wait until the nodes have the memory, since pages of an ended run go away slowly.
-
-        Raises LaunchError that says what is missing. Starting neighbours have not taken all of
-        theirs yet: what they still will take is counted as gone.
-        """
-        if spec.memory_bytes is None or not spec.mem_nodes:
-            return
-        until = time.monotonic() + MEMORY_WAIT_S
-        while True:
-            known = [checks.node_free_bytes(n) for n in spec.mem_nodes]
-            if None in known:
-                return
-            free = sum(k for k in known if k is not None)
-            claimed = self._claimed_bytes(spec)
-            if free - claimed >= spec.memory_bytes:
-                return
-            if time.monotonic() >= until:
-                others = (
-                    f", {_gib(claimed)} of it claimed by instances that start" if claimed else ""
-                )
-                raise LaunchError(
-                    f"node {spec.mem_nodes} has {_gib(free)} free{others}; {spec.name} needs "
-                    f"{_gib(spec.memory_bytes)}",
-                    hint="see who holds it with `numastat -p`; or a smaller --kv-cache, or fewer "
-                    "instances",
-                )
-            run.phase = f"waiting for {_gib(spec.memory_bytes)} on node {spec.mem_nodes}"
-            await asyncio.sleep(0.5)
+        self._keep(run.begin())
 
     def _claimed_bytes(self, spec: LaunchSpec) -> int:
-        rows = None
+        """Return what neighbours on the same nodes, that start too, have still to take."""
         claimed = 0
         for member in self._system.members:
-            other, run = self._specs[member.name], self._runs[member.name]
+            other, run = self._specs[member.name], self._runs.get(member.name)
             if (
-                member.name == spec.name
-                or member.state is not State.STARTING
-                or run.child is None
-                or other.memory_bytes is None
-                or other.mem_nodes.isdisjoint(spec.mem_nodes)
+                member.name != spec.name
+                and member.state is State.STARTING
+                and run is not None
+                and run.child is not None
+                and other.memory_bytes is not None
+                and not other.mem_nodes.isdisjoint(spec.mem_nodes)
             ):
-                continue
-            rows = processes() if rows is None else rows
-            resident = checks.resident_bytes(tree(run.child.pid, rows))
-            claimed += max(0, other.memory_bytes - resident)
+                claimed += max(0, other.memory_bytes - run.resident_bytes())
         return claimed
-
-    # -- output ------------------------------------------------------
-
-    def _output(self, spec: LaunchSpec, run: _Run, data: bytes) -> None:
-        def found(marker: str, line: str) -> None:
-            self._found(spec, run, marker, line)
-
-        self._record(spec, run, *run.lines.feed(data, found=found))
-
-    def _record(self, spec: LaunchSpec, run: _Run, raw: bytes, lines: tuple[str, ...]) -> None:
-        if not lines:
-            return
-        error = self._logs[spec.name].write(raw)
-        if error is not None and spec.name not in self._full:
-            self._full.add(spec.name)
-            self._emit(Warned(name=spec.name, text=f"its log cannot be written: {error.strerror}"))
-        self._emit(LogLines(name=spec.name, lines=lines))
-
-    def _found(self, spec: LaunchSpec, run: _Run, marker: str, line: str) -> None:
-        starting = run.ready_seconds is None
-        for phase in spec.phases:
-            if starting and phase.marker == marker and run.phase != phase.name:
-                run.phase = phase.name
-                seconds = time.monotonic() - run.started
-                self._emit(
-                    PhaseReached(name=spec.name, phase=phase.name, line=line, seconds=seconds)
-                )
-        for signature in spec.signatures:
-            if signature.marker == marker and marker not in run.evidence:
-                run.evidence[marker] = line
-                if signature.fatal:
-                    self._inbox.put_nowait(lc.Doomed(spec.name, signature.cause))
-        if spec.compile_cache is not None and marker in spec.compile_cache.artifact_markers:
-            artifact = compiled.artifact_in(line, marker)
-            if artifact is not None:
-                run.artifacts.append(artifact)
-
-    # -- health --------------------------------------------------------
-
-    async def _watch(self, spec: LaunchSpec, run: _Run, child: Child) -> None:
-        http = checks.Http(base=f"http://{_host(spec.host)}:{spec.port}")
-        # The proxy says 503 until an engine is ready: for it, to answer is to be up.
-        any_answer = spec is self.deployment.proxy
-        try:
-            await watch.until_ready(spec, http, any_answer=any_answer)
-            other = checks.foreign_listener(spec.port, tree(child.pid))
-            if other is not None:
-                reason = (
-                    f"port {spec.port} is answered by another process, pid {other} "
-                    f"({checks.command_of(other)})"
-                )
-                self._inbox.put_nowait(lc.Doomed(spec.name, reason))
-                return
-            self._is_ready(spec, run, child)
-            await watch.while_serving(spec, http, self._inbox.put_nowait, any_answer=any_answer)
-        finally:
-            await http.close()
-
-    def _is_ready(self, spec: LaunchSpec, run: _Run, child: Child) -> None:
-        run.ready_seconds = time.monotonic() - run.started
-        if spec.compile_cache is not None:
-            key, artifacts = spec.compile_cache.key, tuple(run.artifacts)
-            compiled.remember(self.deployment.cache_dir, key, artifacts)
-        self._inbox.put_nowait(lc.Ready(spec.name))
-        self._emit(
-            BecameReady(
-                name=spec.name,
-                pid=child.pid,
-                seconds=run.ready_seconds,
-                log=tuple(run.lines.tail),
-            )
-        )
 
     # -- the proxy ---------------------------------------------------
 
@@ -583,16 +401,6 @@ class Supervisor:
     async def _resume(self, name: str) -> None:
         if self._admin is not None and self._system.proxy_serves:
             await self._admin.post(f"/zenlaunch/upstreams/{name}/resume")
-
-
-def _host(host: str) -> str:
-    """Return where to connect to reach a server that listens on `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
 
 
 def _as_error(failure: Failed, member: Member) -> ZenlaunchError:

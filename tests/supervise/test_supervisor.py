@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,12 @@ from supervise.world import (
     poll,
 )
 from zenlaunch import child, events
-from zenlaunch.errors import LaunchError
+from zenlaunch.cpuset import CpuSet
+from zenlaunch.errors import LaunchError, ProxyError
 from zenlaunch.lifecycle import State
+from zenlaunch.spec import HealthCheck, LaunchSpec
+
+HERE = Path(__file__).parent
 
 
 def go(work: object) -> None:
@@ -172,7 +177,14 @@ def test_one_that_crashes_later_is_restarted_alone(tmp_path: Path) -> None:
                 await r.until(lambda b=before: r.supervisor.status()[0].restarts > b.restarts)
                 await r.until(lambda: r.supervisor.status()[0].state is State.READY)
                 assert len(left_of("test/i0/")) == 4
-            assert [f.how for f in r.of(events.Failed)] == ["SIGKILL", "SIGSEGV"]
+            failures = r.of(events.Failed)
+            assert [f.how for f in failures] == ["SIGKILL", "SIGSEGV"]
+            assert [f.cause for f in failures] == [None, None]  # no memory kill without evidence
+            assert failures[0].message.startswith("i0 died (SIGKILL after ")
+            assert [f.report for f in failures] == [
+                tmp_path / "logs/i0-crash-1", tmp_path / "logs/i0-crash-2",
+            ]  # fmt: skip
+            assert "startup complete" in (failures[1].report / "log.txt").read_text()
             assert r.supervisor.status()[1].pid == other
             assert r.supervisor.status()[1].restarts == 0
 
@@ -357,5 +369,105 @@ def test_a_log_folder_that_cannot_be_made_is_a_launch_error(tmp_path: Path) -> N
         with pytest.raises(LaunchError, match="cannot make the folder"):
             async with Running(deployment(tmp_path, engine("i0"))):
                 pass
+
+    go(scene())
+
+
+def test_memory_that_a_node_does_not_have_is_told_before_the_start(tmp_path: Path) -> None:
+    async def scene() -> None:
+        big = engine("i0", memory_bytes=1 << 50, mem_nodes=CpuSet.parse("0"))
+        async with Running(deployment(tmp_path, big, memory_wait_s=0.1)) as r:
+            outcome = await r.outcome()
+        assert outcome.error is not None
+        assert "i0 was not started: node 0 has " in outcome.error.message
+        assert "it needs 1048576.0 GiB" in outcome.error.message
+        assert "numastat" in (outcome.error.hint or "")
+        assert r.of(events.Spawned) == []
+
+    go(scene())
+
+
+def door(folder: Path) -> LaunchSpec:
+    port = free_port()
+    return LaunchSpec(
+        name="proxy",
+        argv=(sys.executable, "-S", "-E", str(HERE / "door.py"), str(port), str(folder / "admin")),
+        port=port,
+        health=HealthCheck(interval_s=0.1),
+        drain_s=5.0,
+    )
+
+
+def test_out_of_the_proxy_first_and_the_proxy_last(tmp_path: Path) -> None:
+    async def scene() -> None:
+        pair = (engine("i0"), engine("i1"))
+        wanted = deployment(tmp_path, *pair, proxy=door(tmp_path), admin_socket=tmp_path / "admin")
+        async with Running(wanted) as r:
+            await r.all_ready()
+            r.supervisor.stop()
+            assert (await r.outcome()).exit_code == 0
+        said = [
+            (e.name, line) for e in r.of(events.LogLines) for line in e.lines
+            if "SIGTERM" in line or "drain" in line or '"i0", "in_flight": 0' in line
+        ]  # fmt: skip
+        ended = said.index(("i0", "got SIGTERM"))
+        assert said.index(("proxy", "drain i0")) < ended
+        assert said.index(("proxy", "drain i1")) < said.index(("i1", "got SIGTERM"))
+        assert any("in_flight" in line for _, line in said[:ended])
+        assert said[-1] == ("proxy", "got SIGTERM")
+        assert [line for line in r.log("i0") if line == "got SIGTERM"] == ["got SIGTERM"]
+
+    go(scene())
+
+
+def test_a_rolling_restart_goes_one_by_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        pair = (engine("i0"), engine("i1"), engine("i2"))
+        wanted = deployment(tmp_path, *pair, proxy=door(tmp_path), admin_socket=tmp_path / "admin")
+        async with Running(wanted) as r:
+            await r.all_ready()
+            first = [m.pid for m in r.supervisor.status()]
+            assert r.supervisor.roll()
+            await r.until(lambda: r.of(events.RollingEnded))
+            assert r.of(events.RollingEnded)[0] == events.RollingEnded(failed=None, left=())
+            rows = r.supervisor.status()
+            assert [m.restarts for m in rows] == [1, 1, 1, 0]
+            assert not {m.pid for m in rows[:3]} & set(first)
+            assert rows[3].pid == first[3]
+            steps = (State.DRAINING, State.READY)
+            order = [f"{e.name} {e.state}" for e in r.of(events.StateChanged) if e.state in steps]
+            assert order[-6:] == [
+                "i0 draining", "i0 ready", "i1 draining", "i1 ready", "i2 draining", "i2 ready",
+            ]  # fmt: skip
+            resumed = ["resume i0", "resume i1", "resume i2"]
+            await r.until(lambda: [x for x in r.log("proxy") if "resume" in x][-3:] == resumed)
+
+    go(scene())
+
+
+def test_a_proxy_that_cannot_start_is_exit_7(tmp_path: Path) -> None:
+    async def scene() -> None:
+        argv = (sys.executable, "-c", "print('no'); exit(7)")
+        bad = LaunchSpec(name="proxy", argv=argv, port=free_port())
+        async with Running(deployment(tmp_path, engine("i0"), proxy=bad)) as r:
+            outcome = await r.outcome()
+        assert outcome.exit_code == 7
+        assert isinstance(outcome.error, ProxyError)
+        assert outcome.error.hint == "no"
+        assert left_of("test/") == []
+
+    go(scene())
+
+
+def test_a_crashed_proxy_comes_back_and_costs_no_instance(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with Running(deployment(tmp_path, engine("i0"), proxy=door(tmp_path))) as r:
+            await r.all_ready()
+            row = r.supervisor.status()[1]
+            (tmp_path / "admin").unlink()
+            os.kill(row.pid or 0, signal.SIGKILL)
+            await r.until(lambda: r.supervisor.status()[1].restarts == 1)
+            await r.until(lambda: r.supervisor.status()[1].state is State.READY)
+            assert r.supervisor.status()[0].restarts == 0
 
     go(scene())
