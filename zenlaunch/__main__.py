@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 
-def main() -> None:
-    """Run the command line and exit with its status."""
-    argv = sys.argv[1:]
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line (by default this process's own) and exit with its status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
     if argv == ["--version"]:  # answered before anything is imported
         from zenlaunch import __version__
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -281,24 +281,37 @@ def _run_deployment(
     """Run until stopped; once all is ready say where, and put the question of --ask."""
     import asyncio
 
-    from zenlaunch import events, supervisor
+    from zenlaunch import events, observe, supervisor
 
     host = f"[{plan.proxy.host}]" if ":" in plan.proxy.host else plan.proxy.host
     host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
     url = f"http://{host}:{plan.proxy.port}"
-    answers: set[asyncio.Task[None]] = set()
+    specs = {spec.name: spec for spec in deployment.instances}
+    tasks: set[asyncio.Task[None]] = set()
 
-    async def put_question(question: str) -> None:
-        answer = await asyncio.to_thread(_ask, url, question)
-        screen.say(answer)
+    async def prove(event: events.BecameReady) -> None:
+        spec = specs[event.name]
+        proof = await asyncio.to_thread(observe.verify, spec, event.pid, event.log)
+        screen.show_proof(event.name, proof, spec.mem_nodes)
+
+    async def announce(seconds: float) -> None:
+        await asyncio.gather(*(t for t in tasks if t is not asyncio.current_task()))
+        screen.settle()
+        screen.say(f"ready after {seconds:.0f} s: {url}/v1   (Ctrl-C stops everything)")
+        if ask is not None:
+            screen.say(await asyncio.to_thread(_ask, url, ask))
+
+    def go(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def on_event(event: events.Event) -> None:
         screen.handle(event)
-        if isinstance(event, events.AllReady):
-            screen.settle()
-            screen.say(f"ready after {event.seconds:.0f} s: {url}/v1   (Ctrl-C stops everything)")
-            if ask is not None:
-                answers.add(asyncio.get_running_loop().create_task(put_question(ask)))
+        if isinstance(event, events.BecameReady) and event.name in specs:
+            go(prove(event))
+        elif isinstance(event, events.AllReady):
+            go(announce(event.seconds))
 
     return asyncio.run(supervisor.run(deployment, on_event=on_event))
 

@@ -23,6 +23,7 @@ from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError, ZenlaunchError
 from zenlaunch.lifecycle import State
 from zenlaunch.memory import gib
+from zenlaunch.observe import Verification
 from zenlaunch.plan import Plan
 from zenlaunch.topology import Core, Note, Severity, Topology
 
@@ -207,7 +208,7 @@ class UpScreen:
                 self._set(name, phase)
             case events.BecameReady(name=name, seconds=seconds):
                 self._since.pop(name, None)
-                self._set(name, f"ready after {seconds:.0f} s")
+                self._set(name, f"ready    {seconds:.0f} s")
             case events.Failed():
                 self._set(event.name, "failed")
                 self.say(event.message, "bold red")
@@ -223,6 +224,16 @@ class UpScreen:
                 self.say(f"stopping ({why})")
             case _:
                 pass
+
+    def show_proof(self, name: str, proof: Verification, nodes: CpuSet) -> None:
+        """Show what the kernel says of a ready instance, and each thing that is not as planned."""
+        bound = sum(1 for n in proof.engine_threads.values() if n)
+        text = f"{bound}/{len(proof.engine_threads)} threads on plan"
+        if proof.local_ratio is not None:
+            text += f", {proof.local_ratio:.1%} of pages on node {nodes}"
+        self._set(name, f"{self._what.get(name, 'ready')}   {text}")
+        for problem in proof.problems:
+            self.say(f"warning  {name}: {problem}", "yellow")
 
     def _set(self, name: str, what: str) -> None:
         if self._what.get(name) == what:

@@ -15,7 +15,14 @@ from zenlaunch.binding import Binding
 from zenlaunch.config import Config, Layout, SplitConfig, parse_listen
 from zenlaunch.cpuset import EMPTY, CpuSet, union
 from zenlaunch.errors import PlanError
-from zenlaunch.memory import InstanceMemory, ModelSizes, NodeLedger, ledger, size_instances
+from zenlaunch.memory import (
+    InstanceMemory,
+    ModelSizes,
+    NodeLedger,
+    gib,
+    ledger,
+    size_instances,
+)
 from zenlaunch.split import (
     Pool,
     Split,
@@ -30,6 +37,8 @@ from zenlaunch.split import (
 from zenlaunch.topology import Core, Note, NumaNode, Severity, Topology
 
 SCHEMA = 1
+# Notes of the probe that the plan answers with what it did about them.
+_SAID_BY_PLAN = {"memoryless-node", "allowed-mems-remote"}
 _ORDINALS = {2: "second", 3: "third", 4: "fourth"}
 
 
@@ -211,10 +220,15 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
         ),
         spare_cpus=spare,
         notes=(
-            *(n for n in topology.notes if n.severity is not Severity.INFO),
+            *(
+                n
+                for n in topology.notes
+                if n.severity is not Severity.INFO and n.code not in _SAID_BY_PLAN
+            ),
             *notes,
+            *_memory_only_notes(topology),
             *decision_notes,
-            *(n for pool, home in zip(pools, homes, strict=True) for n in _home_notes(pool, home)),
+            *_home_notes(dealt),
             *proxy_notes,
             *_spare_notes(pools, spare),
             *sizes.notes,
@@ -271,20 +285,35 @@ def _memory_home(topology: Topology, pool: Pool) -> NumaNode | None:
     return min(candidates, key=lambda n: (node.distances.get(n.id, 255), n.id))
 
 
-def _home_notes(pool: Pool, home: NumaNode | None) -> list[Note]:
-    node = pool.node
-    if node is None or home is None or home.id == node.id:
+def _memory_only_notes(topology: Topology) -> list[Note]:
+    idle = [n for n in topology.nodes if not n.cpus and n.memory_bytes != 0]
+    if not idle:
         return []
-    why = "has no memory" if node.memory_bytes == 0 else "has memory that is not allowed here"
-    distance = node.distances.get(home.id)
+    sizes = ", ".join(
+        f"node {n.id} ({'size unknown' if n.memory_bytes is None else gib(n.memory_bytes)})"
+        for n in idle
+    )
     return [
         note(
-            "remote-memory",
-            f"node {node.id} {why}: its instances use node {home.id}, "
-            + (f"the nearest at distance {distance}." if distance else "distance unknown."),
-            Severity.WARNING,
+            "memory-only-nodes",
+            f"{sizes}: memory without CPUs (CXL, HBM or a device's); no instance is bound to it.",
         )
     ]
+
+
+def _home_notes(dealt: Sequence[_Share]) -> list[Note]:
+    notes = []
+    for share in dealt:
+        node, home = share.pool.node, share.home
+        if node is None or home is None or home.id == node.id:
+            continue
+        why = "has no memory" if node.memory_bytes == 0 else "has memory that is not allowed here"
+        distance = node.distances.get(home.id)
+        text = f"node {node.id} {why}: its instances use node {home.id}, " + (
+            f"the nearest at distance {distance}." if distance else "distance unknown."
+        )
+        notes.append(note("remote-memory", text, Severity.WARNING))
+    return list(dict.fromkeys(notes))
 
 
 def _make_instances(

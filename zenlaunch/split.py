@@ -17,6 +17,8 @@ from zenlaunch.topology import Core, CoreKind, Note, NumaNode, Severity, Topolog
 
 # AMD's published instance is 64 cores; a node of 95 or fewer stays whole.
 CORES_PER_INSTANCE = 64
+# On nodes that make smaller instances than this, the plan says what would make larger ones.
+SMALL_INSTANCE = 16
 # Below this an instance is better off with the core than the proxy is.
 MIN_CORES_BESIDE_PROXY = 3
 
@@ -162,7 +164,7 @@ def decide_split(
                     Severity.WARNING,
                 )
             )
-    if size < 8 and len(pools) > len(topology.packages) >= 1:
+    if size < SMALL_INSTANCE and len(pools) > len(topology.packages) >= 1:
         notes.append(
             note(
                 "small-nodes",
@@ -253,8 +255,11 @@ def _group(
         nodes = [n for n in nodes if n is not None and n.id in asked]
     if not topology.nodes:
         nodes = [None]
-    # An L3 counts by the lowest of its CPUs, so that the walk follows the kernel's numbering.
-    l3_first = [l3.cpus.first for l3 in topology.l3]
+    # An L3 counts by the lowest of its cores, so that the walk follows the kernel's numbering.
+    l3_first: dict[int, int] = {}
+    for core in cores:
+        if core.l3 is not None:
+            l3_first[core.l3] = min(core.id, l3_first.get(core.l3, core.id))
 
     def dealing_order(core: Core) -> tuple[int, int]:
         return (l3_first[core.l3] if core.l3 is not None else -1, core.id)
@@ -355,11 +360,14 @@ def _whole_domains(cores: Sequence[Core], count: int) -> list[tuple[Core, ...]]:
 
 
 def _busiest_size(counts: Sequence[int], largest: Sequence[int]) -> int:
-    """Return the size that puts most cores to work; nodes too small for it are left out."""
+    """Return the size that puts most cores to work, of two equal ones the larger.
+
+    Nodes too small for it are left out.
+    """
 
     def cores_at_work(size: int) -> tuple[int, int]:
         instances = sum(n for n, s in zip(counts, largest, strict=True) if s >= size)
-        return size * instances, instances
+        return size * instances, size
 
     return max(largest, key=cores_at_work)
 

@@ -20,7 +20,7 @@ from zenlaunch.engines.vllm_versions import DEFAULT, NEWEST, Row, Zen, parse_ver
 from zenlaunch.errors import ConfigError, PlanError
 from zenlaunch.memory import ModelSizes
 from zenlaunch.plan import PlannedInstance
-from zenlaunch.spec import CompileCache, HealthCheck, LaunchSpec
+from zenlaunch.spec import CompileCache, Evidence, HealthCheck, LaunchSpec
 from zenlaunch.topology import Note, Severity
 
 # Inherited values of these change where threads or memory go, or break a start; an instance begins
@@ -155,6 +155,7 @@ def launch(
         phases=vllm_log.PHASES,
         signatures=vllm_log.SIGNATURES,
         compile_cache=_compile_cache(config, facts, choice, row, sizes, env),
+        evidence=_evidence(facts, choice, row),
         drain_s=config.engine.drain_s if row.shutdown_timeout else 0.0,
     )
 
@@ -225,6 +226,23 @@ def _environment(
     if facts.zentorch_version and not choice.zentorch and facts.hide_zentorch:
         env["PYTHONPATH"] = facts.hide_zentorch
     return env | config.engine.env
+
+
+def _evidence(facts: EngineFacts, choice: EngineChoice, row: Row) -> Evidence:
+    """Return what a ready instance must show: libraries really mapped, the cores it logged.
+
+    The log line of the zen platform is not asked for: vLLM 0.32 prints it before its logging is set
+    up, so that it is lost. The library tells.
+    """
+    libraries = [
+        *(["libtcmalloc"] if facts.tcmalloc else []),
+        *(["libiomp5"] if facts.openmp else []),
+        *(["libzentorch"] if choice.zentorch and facts.zentorch_version else []),
+    ]
+    return Evidence(
+        libraries=tuple(libraries),
+        cores_pattern=vllm_log.CORES_PATTERN if row.bind_log else None,
+    )
 
 
 def _compile_cache(

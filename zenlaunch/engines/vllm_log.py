@@ -15,6 +15,10 @@ PHASES: tuple[Phase, ...] = (
     Phase(marker="Loading safetensors checkpoint shards", name="loading"),
     Phase(marker="Loading weights took", name="loaded"),
     Phase(marker="Warming up model for the compilation", name="compiling"),
+    Phase(
+        marker="Compiling model again due to a load failure",
+        name="compiling again: its cache entry could not be used",
+    ),
     Phase(marker="Directly load AOT compilation from path", name="compiled code from cache"),
     Phase(marker="Warming up done", name="warmed up"),
     Phase(marker="GiB for KV cache on node", name="KV cache"),
@@ -27,8 +31,8 @@ ARTIFACT_MARKERS = (
     "Directly load AOT compilation from path",
 )
 
-BIND_LOG_MARKER = "core ids="
-ZEN_LOG_MARKER = "using ZenCpuPlatform"
+# Group 1 is the CPUs that the engine's threads were bound to, as vLLM logs them from 0.21 on.
+CORES_PATTERN = r"local_rank=0, core ids=\[([0-9, ]*)\]"
 
 SIGNATURES: tuple[Signature, ...] = (
     Signature(

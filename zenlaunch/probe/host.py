@@ -68,7 +68,7 @@ def find_engine(
             command=command,
             **cpu,
         )
-    # Not resolved: a virtual environment's python is a link, and knows its environment by its place.
+    # Not resolved: the python of a virtual environment is a link that knows it by its own place.
     python = str(Path(engine.python).absolute()) if engine.python else _find_python(environ)
     if python is None:
         source = VersionSource.NAMED if engine.version else VersionSource.ASSUMED
