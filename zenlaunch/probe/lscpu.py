@@ -80,8 +80,10 @@ def from_fields(source: Source, fields: list[Field], *, origin: str) -> Topology
     nodes = _nodes(source, by_name, online, offline or EMPTY, notes)
     sockets = _unanimous(by_name, "Socket(s)")
     threads = _threads(by_name, online, sockets, notes)
+    # A block for each type of core (hybrid machines) counts the sockets of that type.
+    whole = sockets == 1 and len(by_name["Socket(s)"]) == 1
     packages = tuple(
-        Package(id=i, cpus=online if sockets == 1 else EMPTY, cpus_known=sockets == 1)
+        Package(id=i, cpus=online if whole else EMPTY, cpus_known=whole)
         for i in range(min(sockets or 0, len(online)))
     )
     topology = Topology(
@@ -95,7 +97,7 @@ def from_fields(source: Source, fields: list[Field], *, origin: str) -> Topology
         online=online,
         offline=offline,
         packages=packages,
-        nodes=tuple(replace(n, package=0 if sockets == 1 and n.cpus else None) for n in nodes),
+        nodes=tuple(replace(n, package=0 if whole and n.cpus else None) for n in nodes),
         l3_known=False,
         cores=_cores(online, nodes, packages, threads),
         threads_per_core=threads,
@@ -272,7 +274,7 @@ def _cores(
         for cpu in node.cpus:
             homes.setdefault(cpu, []).append(node.id)
     groups = [online] if threads == len(online) else [CpuSet([cpu]) for cpu in online]
-    package = packages[0].id if len(packages) == 1 else None
+    package = packages[0].id if len(packages) == 1 and packages[0].cpus_known else None
     cores: list[Core] = []
     for cpus in groups:
         home = {tuple(homes.get(cpu, ())) for cpu in cpus}

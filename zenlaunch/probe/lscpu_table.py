@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zenlaunch.cpuset import MAX_ID, CpuSet, union
+from zenlaunch.cpuset import MAX_ID, CpuSet
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.source import Source
 from zenlaunch.topology import (
@@ -44,6 +44,7 @@ class _Row:
     node: int | None
     socket: int | None
     core: int | None
+    l2: int | None
     l3: int | None
 
 
@@ -124,7 +125,8 @@ def _row(source: Source, number: int, cells: Mapping[str, str]) -> _Row:
         node=_number(source, number, "NODE", cells.get("NODE")),
         socket=_number(source, number, "SOCKET", cells.get("SOCKET")),
         core=_number(source, number, "CORE", cells.get("CORE")),
-        l3=_l3(source, number, cells),
+        l2=_cache(source, number, cells, "L2"),
+        l3=_cache(source, number, cells, "L3"),
     )
 
 
@@ -136,16 +138,16 @@ def _number(source: Source, number: int, name: str, text: str | None) -> int | N
     return int(text)
 
 
-def _l3(source: Source, number: int, cells: Mapping[str, str]) -> int | None:
-    """Return the number of the CPU's L3, from a column of its own or from "L1d:L1i:L2:L3"."""
+def _cache(source: Source, number: int, cells: Mapping[str, str], level: str) -> int | None:
+    """Return the number of a CPU's cache, from a column of its own or from "L1d:L1i:L2:L3"."""
     for name, text in cells.items():
-        levels = name.split(":")
-        if "L3" not in levels or text in ("", "-"):
+        levels = [part.upper() for part in name.split(":")]
+        if level not in levels or text in ("", "-"):
             continue
         parts = text.split(":")
         if len(parts) != len(levels):
             return None  # caches are missing, and it cannot be told which
-        return _number(source, number, "L3", parts[levels.index("L3")])
+        return _number(source, number, level, parts[levels.index(level)])
     return None
 
 
@@ -162,10 +164,13 @@ def _topology(source: Source, rows: list[_Row], columns: list[str], *, origin: s
     if not up:
         raise source.wrong(last, "no CPU of the table is on-line")
     down = CpuSet(row.cpu for row in rows if row.online is False)
-    packages = group_by((r.socket, r.cpu) for r in up if r.socket is not None)
+    notes = _missing_columns(columns)
+    cores = _cores(up, notes)
+    # Where lscpu numbers the cores of each type from 0, it numbers the sockets so as well.
+    per_type = any(note.code == "cores-per-type" for note in notes)
+    packages = group_by((r.socket, r.cpu) for r in up if r.socket is not None and not per_type)
     nodes = group_by((r.node, r.cpu) for r in up if r.node is not None)
-    cores = _cores(up)
-    l3 = _domains(up)
+    l3 = _domains(up, notes)
     l3_index = {cpu: i for i, cpus in enumerate(l3) for cpu in cpus}
     by_cpu = {row.cpu: row for row in up}
     topology = Topology(
@@ -176,7 +181,11 @@ def _topology(source: Source, rows: list[_Row], columns: list[str], *, origin: s
         offline=down or None,
         packages=tuple(Package(id=i, cpus=cpus) for i, cpus in packages.items()),
         nodes=tuple(
-            NumaNode(id=i, cpus=cpus, package=_same({by_cpu[c].socket for c in cpus}))
+            NumaNode(
+                id=i,
+                cpus=cpus,
+                package=_same({by_cpu[c].socket for c in cpus}) if packages else None,
+            )
             for i, cpus in nodes.items()
         ),
         l3=tuple(L3(cpus=cpus) for cpus in l3),
@@ -187,66 +196,64 @@ def _topology(source: Source, rows: list[_Row], columns: list[str], *, origin: s
                 cpus=cpus,
                 l3=_same({l3_index.get(c) for c in cpus}),
                 node=by_cpu[cpus.first].node,
-                package=by_cpu[cpus.first].socket,
+                package=by_cpu[cpus.first].socket if packages else None,
             )
             for cpus in cores
         ),
         threads_per_core=_same({len(cpus) for cpus in cores}),
     )
-    notes = _silent(topology, columns)
     return replace(topology, notes=(*notes, *remarks(topology)))
 
 
-def _cores(up: list[_Row]) -> list[CpuSet]:
-    """Group the CPUs by core; [] unless every CPU has a core number.
+def _missing_columns(columns: list[str]) -> list[Note]:
+    lacking = [name for name in ("NODE", "SOCKET", "CORE") if name not in columns]
+    if not lacking:
+        return []
+    return [_note("columns-missing", f"the table has no column {', '.join(lacking)}: not known")]
+
+
+def _cores(up: list[_Row], notes: list[Note]) -> list[CpuSet]:
+    """Group the CPUs by core; [] where the table does not tell.
 
     With -y the numbers are the kernel's, which repeat in every socket (and node, on Opterons).
     """
     if any(row.core is None for row in up):
+        if any(row.core is not None for row in up):
+            notes.append(_note("siblings-unknown", "the table does not give every CPU its core"))
         return []
     groups: dict[tuple[int | None, ...], list[_Row]] = {}
     for row in up:
         groups.setdefault((row.socket, row.node, row.core), []).append(row)
+    # The siblings of a core share its L2, but for the large cores of some POWER.
+    apart = [g for g in groups.values() if len({row.l2 for row in g}) > 1]
+    if apart:
+        cpus = CpuSet(row.cpu for row in apart[0])
+        notes.append(
+            _note(
+                "cores-per-type",
+                f"CPUs {cpus} have one core number and different L2 caches, as where lscpu counts "
+                "the cores of each type from 0: cores and sockets are not known",
+            )
+        )
+        return []
     return sorted((CpuSet(r.cpu for r in g) for g in groups.values()), key=lambda s: s.first)
 
 
-def _domains(up: list[_Row]) -> list[CpuSet]:
-    groups: dict[tuple[int | None, int], list[int]] = {}
+def _domains(up: list[_Row], notes: list[Note]) -> list[CpuSet]:
+    """Group the CPUs by L3; [] unless every CPU has one, since a domain could else lack some."""
+    silent = CpuSet(row.cpu for row in up if row.l3 is None)
+    if silent and len(silent) < len(up):
+        notes.append(_note("l3-unknown", f"the table does not give the L3 of CPUs {silent}"))
+    if silent:
+        return []
+    groups: dict[tuple[int | None, int | None], list[int]] = {}
     for row in up:
-        if row.l3 is not None:
-            groups.setdefault((row.socket, row.l3), []).append(row.cpu)
+        groups.setdefault((row.socket, row.l3), []).append(row.cpu)
     return sorted((CpuSet(cpus) for cpus in groups.values()), key=lambda s: s.first)
 
 
-def _silent(topology: Topology, columns: list[str]) -> list[Note]:
-    notes: list[Note] = []
-    lacking = [name for name in ("NODE", "SOCKET", "CORE") if name not in columns]
-    if lacking:
-        notes.append(
-            Note(
-                code="columns-missing",
-                severity=Severity.WARNING,
-                text=f"the table has no column {', '.join(lacking)}: not known",
-            )
-        )
-    if "CORE" in columns and not topology.cores:
-        notes.append(
-            Note(
-                code="siblings-unknown",
-                severity=Severity.WARNING,
-                text="the table does not give every CPU its core: the cores are not known",
-            )
-        )
-    covered = union(d.cpus for d in topology.l3)
-    if topology.l3 and covered != topology.online:
-        notes.append(
-            Note(
-                code="l3-unknown",
-                severity=Severity.INFO,
-                text=f"the table does not give the L3 of CPUs {topology.online - covered}",
-            )
-        )
-    return notes
+def _note(code: str, text: str) -> Note:
+    return Note(code=code, severity=Severity.WARNING, text=text)
 
 
 def _same(values: set[int | None] | set[int]) -> int | None:
