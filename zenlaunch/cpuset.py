@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 # enough that a damaged file with "0-4000000000" is an error and not a gigabyte of zeros.
 MAX_ID = 65_535
 
-_RANGE = re.compile(r"^(\d+)(?:-(\d+)(?::(\d+)/(\d+))?)?$")
+_ID = "([0-9]{1,9})"
+_RANGE = re.compile(f"{_ID}(?:-{_ID}(?::{_ID}/{_ID})?)?")
 
 
 class CpuSet:
@@ -55,9 +56,10 @@ class CpuSet:
             return cls()
         for part in stripped.split(","):
             element = part.strip()
-            match = _RANGE.match(element)
+            match = _RANGE.fullmatch(element)
             if match is None:
-                raise ValueError(f"{element!r} is not a CPU number or range such as 0-3")
+                shown = element if len(element) <= 40 else element[:37] + "..."
+                raise ValueError(f"{shown!r} is not a CPU number or range such as 0-3")
             first = int(match[1])
             last = int(match[2]) if match[2] is not None else first
             if last < first:

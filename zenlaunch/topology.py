@@ -282,7 +282,7 @@ class _Saved:
 
     def __init__(self, value: Any, path: str) -> None:
         if not isinstance(value, dict):
-            raise ValueError(f"{path or 'the whole'} is not an object")
+            raise ValueError(f"{path.rstrip('.') or 'the whole'} is not an object")
         self.value, self.path = value, path
 
     def get(self, key: str) -> Any:

@@ -1,36 +1,33 @@
 """A filesystem root becomes a Topology: the live machine, or a dump given with --sysroot.
 
-Owns sys/devices/system/cpu: which CPUs are online, and how they form cores, packages and L3
-domains; and puts together what `nodes`, `cgroup` and `cpuinfo` read. Does not decide anything:
+Owns sys/devices/system/cpu but its caches: which CPUs are online, how they form cores and packages;
+and puts together what `caches`, `nodes`, `cgroup` and `cpuinfo` read. Does not decide anything:
 where two files disagree, the choice and both readings are in a note.
-Follows Documentation/admin-guide/cputopology.rst, Documentation/ABI/stable/sysfs-devices-system-cpu
-and Documentation/ABI/testing/sysfs-devices-system-cpu (caches).
+Follows Documentation/admin-guide/cputopology.rst and
+Documentation/ABI/stable/sysfs-devices-system-cpu.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zenlaunch.cpuset import EMPTY, CpuSet, union
 from zenlaunch.errors import TopologyError
+from zenlaunch.probe.caches import read_l3
 from zenlaunch.probe.cgroup import read_allowed
 from zenlaunch.probe.conflicts import conflicts, few
 from zenlaunch.probe.cpuinfo import CPUINFO, CpuInfo, read_cpuinfo, read_machine
 from zenlaunch.probe.nodes import read_nodes
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.tree import Tree
-from zenlaunch.topology import L3, Core, CoreKind, Note, Package, Severity, Topology, group_by
+from zenlaunch.topology import Core, CoreKind, Note, Package, Severity, Topology, group_by
 
 CPU = "sys/devices/system/cpu"
 _SIBLINGS = ("thread_siblings_list", "core_cpus_list", "thread_siblings", "core_cpus")
 _PACKAGE = ("core_siblings_list", "package_cpus_list", "core_siblings", "package_cpus")
-_SHARED = ("shared_cpu_list", "shared_cpu_map")
-_SIZE = re.compile(r"(\d{1,12})([KMG]?)")
-_UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A core below this share of the largest capacity is of the slow kind. Favoured cores of one kind
 # differ by a few per cent, a big core and a little one by a factor of two or more.
 _SLOW = 0.6
@@ -52,7 +49,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     notes: list[Note] = []
     allowed = read_allowed(tree, affinity=affinity)
     lazy = _LazyCpuInfo(tree)
-    online, offline = _read_online(tree, lazy)
+    online, offline = _read_online(tree, lazy, notes)
     if not online:
         raise TopologyError(
             f"no CPU information below {tree.root or '/'}: neither {tree.path(CPU)} nor "
@@ -68,7 +65,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     siblings = _siblings(tree, rows, online, node_of, lazy, notes)
     packages = _packages(rows, online, lazy, notes)
     package_of = {cpu: p.id for p in packages for cpu in p.cpus}
-    caches = _read_l3(tree, online, notes)
+    caches = read_l3(tree, online, notes)
     l3_of = _unique({i: domain.cpus for i, domain in enumerate(caches.domains)})
     kinds = _kinds(tree, online)
     cores = tuple(
@@ -118,13 +115,23 @@ class _LazyCpuInfo:
         return self._info
 
 
-def _read_online(tree: Tree, lazy: _LazyCpuInfo) -> tuple[CpuSet, CpuSet | None]:
+def _read_online(tree: Tree, lazy: _LazyCpuInfo, notes: list[Note]) -> tuple[CpuSet, CpuSet | None]:
     """Return the online CPUs and the present ones that are not."""
     folders = CpuSet(tree.numbered(CPU, "cpu"))
     present = tree.cpulist(f"{CPU}/present") or folders
     online = tree.cpulist(f"{CPU}/online")
     if not online:  # absent (before 2.6.26, cut dumps) or an empty file
         online = _online_by_folder(tree, folders) or CpuSet(lazy.get().cpus)
+    if folders and not online <= folders:
+        notes.append(
+            Note(
+                code="online-conflict",
+                severity=Severity.WARNING,
+                text=f"{CPU}/online says {online}, but there are folders for CPUs {folders} only; "
+                "the others are taken as absent",
+            )
+        )
+        online &= folders
     return online, (present - online if present else None)
 
 
@@ -306,74 +313,6 @@ def _unnamed_packages(
         )
     )
     return groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Caches:
-    domains: tuple[L3, ...]
-    known: bool
-
-
-def _read_l3(tree: Tree, online: CpuSet, notes: list[Note]) -> _Caches:
-    """Return the L3 domains in the order of their CPUs; `known` is False without cache folders."""
-    sizes: dict[CpuSet, int | None] = {}
-    index_of: dict[int, int] = {}
-    known = False
-    for cpu in online:
-        folder = f"{CPU}/cpu{cpu}/cache/index"
-        # A CPU in a domain already seen has its L3 at the same index: one file tells.
-        index = index_of.get(cpu)
-        shared = None if index is None else tree.cpus(f"{folder}{index}/", *_SHARED)
-        if shared is not None and shared & online in sizes:
-            continue
-        index, any_cache = _l3_index(tree, cpu)
-        known = known or any_cache
-        if index is None:
-            continue
-        shared = tree.cpus(f"{folder}{index}/", *_SHARED)
-        if shared is None:
-            continue
-        cpus = shared & online
-        if cpus not in sizes:
-            sizes[cpus] = _size(tree, f"{folder}{index}/size")
-            for other in cpus:
-                index_of.setdefault(other, index)
-    domains = sorted(sizes, key=lambda s: (s.bits & -s.bits, s.bits))
-    seen = EMPTY
-    overlap = False
-    for cpus in domains:
-        overlap = overlap or not cpus.isdisjoint(seen)
-        seen |= cpus
-    if overlap:
-        notes.append(
-            Note(
-                code="l3-conflict",
-                severity=Severity.WARNING,
-                text=f"L3 domains overlap: {few([str(d) for d in domains])}; all are shown, "
-                "cores in several belong to none",
-            )
-        )
-    return _Caches(
-        domains=tuple(L3(cpus=cpus, size_bytes=sizes[cpus]) for cpus in domains), known=known
-    )
-
-
-def _l3_index(tree: Tree, cpu: int) -> tuple[int | None, bool]:
-    """Return the number of the CPU's L3 in its cache folder, and whether it has any cache."""
-    indexes = tree.numbered(f"{CPU}/cpu{cpu}/cache", "index")
-    levels = {i: tree.number(f"{CPU}/cpu{cpu}/cache/index{i}/level") for i in indexes}
-    for i, level in levels.items():
-        if level == 3:
-            return i, True
-    # Cut dumps have no level files; index0 to index2 are L1d, L1i and L2 wherever there is more.
-    if 3 in levels and all(level is None for level in levels.values()):
-        return 3, True
-    return None, bool(indexes)
-
-
-def _size(tree: Tree, rel: str) -> int | None:
-    match = _SIZE.fullmatch(tree.text(rel) or "")
-    return int(match[1]) * _UNIT[match[2]] if match else None
 
 
 def _kinds(tree: Tree, online: CpuSet) -> dict[int, CoreKind]:
