@@ -1,6 +1,6 @@
 """CpuSet: an immutable set of CPU (or NUMA node) numbers, in the kernel's own spellings.
 
-Owns parsing and printing of the list format ("0-3,8", also with strides "0-30:2/4") and of hex masks
+Owns parsing and printing of the list format ("0-3,8", also strides: "0-30:2/4") and of hex masks
 ("ff,ffffffff"), and set algebra. Does not know what a CPU is or which of them exist.
 Follows Documentation/admin-guide/kernel-parameters.rst ("cpu lists") and lib/bitmap.c of Linux.
 """
@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 # enough that a damaged file with "0-4000000000" is an error and not a gigabyte of zeros.
 MAX_ID = 65_535
 
-_RANGE = re.compile(r"^(\d+)(?:-(\d+)(?::(\d+)/(\d+))?)?$")
+_ID = "([0-9]{1,9})"
+_RANGE = re.compile(f"{_ID}(?:-{_ID}(?::{_ID}/{_ID})?)?")
 
 
 class CpuSet:
@@ -55,9 +56,10 @@ class CpuSet:
             return cls()
         for part in stripped.split(","):
             element = part.strip()
-            match = _RANGE.match(element)
+            match = _RANGE.fullmatch(element)
             if match is None:
-                raise ValueError(f"{element!r} is not a CPU number or range such as 0-3")
+                shown = element if len(element) <= 40 else element[:37] + "..."
+                raise ValueError(f"{shown!r} is not a CPU number or range such as 0-3")
             first = int(match[1])
             last = int(match[2]) if match[2] is not None else first
             if last < first:

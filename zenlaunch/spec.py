@@ -23,7 +23,7 @@ class Phase:
 class Signature:
     """A log line that contains `marker` names a known failure.
 
-    `fatal` failures never become ready by themselves: the instance is ended at once. The others only
+    `fatal` failures never become ready by themselves: the instance is ended at once. Others only
     explain an exit. A signature further up in the tuple wins over one below it.
     """
 
@@ -64,13 +64,28 @@ class CompileCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a ready engine must show besides its threads and pages.
+
+    `libraries` are parts of file names that must be mapped ("libzentorch"), `lines` parts of log
+    lines that must have come. `cores_pattern` is a regular expression whose group 1 is the list of
+    CPUs that the engine says it uses.
+    """
+
+    libraries: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    cores_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """One process tree.
 
     `argv` is complete (numactl included). `env` is set on top of the inherited environment after
     the names in `unset` were removed from it; a name in `unset` that ends in `*` removes all that
     begin so. `drain_s` is the time the engine itself takes to finish requests after SIGTERM;
-    `cpus`/`mem_nodes` say where its threads and pages must be.
+    `cpus`/`mem_nodes` say where its threads and pages must be; with `self_bind` there is no numactl
+    in `argv` and the launcher binds the process itself before it executes it.
     """
 
     name: str
@@ -82,9 +97,11 @@ class LaunchSpec:
     cpus: CpuSet = EMPTY
     engine_cpus: CpuSet = EMPTY
     mem_nodes: CpuSet = EMPTY
+    self_bind: bool = False
     memory_bytes: int | None = None
     health: HealthCheck = HealthCheck()
     phases: tuple[Phase, ...] = ()
     signatures: tuple[Signature, ...] = ()
     compile_cache: CompileCache | None = None
+    evidence: Evidence = Evidence()
     drain_s: float = 30.0

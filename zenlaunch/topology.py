@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from zenlaunch.cpuset import EMPTY, CpuSet
 from zenlaunch.errors import TopologyError
 
 SCHEMA = 1
+
+_Enum = TypeVar("_Enum", bound=StrEnum)
 
 
 class Severity(StrEnum):
@@ -28,7 +30,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something the reader of a probe or plan should know; `code` is stable, `text` is for people."""
+    """What the reader of a probe or plan should know; `code` is stable, `text` is for people."""
 
     code: str
     severity: Severity
@@ -50,15 +52,20 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A physical package, shown to people as "socket"; its id may be -1 or huge."""
+    """A physical package, shown to people as "socket"; its id may be -1 or huge.
+
+    `cpus_known` is False where a source counts the packages without saying what is in them; `cpus`
+    is then empty, and null in JSON.
+    """
 
     id: int
     cpus: CpuSet
+    cpus_known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
-    """A NUMA node with its online CPUs (possibly none) and its memory (0: a node without memory)."""
+    """A NUMA node with its online CPUs (possibly none) and its memory (0: it has none)."""
 
     id: int
     cpus: CpuSet
@@ -66,6 +73,7 @@ class NumaNode:
     memory_bytes: int | None = None
     free_bytes: int | None = None
     distances: Mapping[int, int] = field(default_factory=dict)
+    cpus_known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,7 @@ class Topology:
     origin: str
     machine: Machine
     online: CpuSet
+    online_known: bool = True
     offline: CpuSet | None = None
     allowed_cpus: CpuSet | None = None
     allowed_mems: CpuSet | None = None
@@ -145,14 +154,16 @@ class Topology:
                 "model": self.machine.model,
                 "avx512": self.machine.avx512,
             },
-            "online": str(self.online),
+            "online": str(self.online) if self.online_known else None,
             "offline": _text(self.offline),
             "allowed": {"cpus": _text(self.allowed_cpus), "mems": _text(self.allowed_mems)},
-            "packages": [{"id": p.id, "cpus": str(p.cpus)} for p in self.packages],
+            "packages": [
+                {"id": p.id, "cpus": str(p.cpus) if p.cpus_known else None} for p in self.packages
+            ],
             "nodes": [
                 {
                     "id": n.id,
-                    "cpus": str(n.cpus),
+                    "cpus": str(n.cpus) if n.cpus_known else None,
                     "package": n.package,
                     "memory_bytes": n.memory_bytes,
                     "free_bytes": n.free_bytes,
@@ -182,73 +193,20 @@ class Topology:
 
         Raises TopologyError that names the key; `source` is the file, for the message.
         """
+        hint = "make the file again with `zenlaunch probe --json`"
         try:
-            if data["schema"] != SCHEMA:
+            top = _Saved(data, "")
+            if top.get("schema") != SCHEMA:
                 raise TopologyError(
                     f"{source}: probe schema {data['schema']!r}, this zenlaunch reads {SCHEMA}",
-                    hint="make the file again with `zenlaunch probe --json`",
+                    hint=hint,
                 )
-            machine = data["machine"]
-            return cls(
-                origin=str(data["origin"]),
-                machine=Machine(
-                    arch=machine["arch"],
-                    vendor=machine["vendor"],
-                    model=machine["model"],
-                    avx512=machine.get("avx512"),
-                ),
-                online=CpuSet.parse(data["online"]),
-                offline=_cpuset(data["offline"]),
-                allowed_cpus=_cpuset(data["allowed"]["cpus"]),
-                allowed_mems=_cpuset(data["allowed"]["mems"]),
-                packages=tuple(
-                    Package(id=int(p["id"]), cpus=CpuSet.parse(p["cpus"])) for p in data["packages"]
-                ),
-                nodes=tuple(
-                    NumaNode(
-                        id=int(n["id"]),
-                        cpus=CpuSet.parse(n["cpus"]),
-                        package=_int(n["package"]),
-                        memory_bytes=_int(n["memory_bytes"]),
-                        free_bytes=_int(n["free_bytes"]),
-                        distances={int(k): int(v) for k, v in n["distances"].items()},
-                    )
-                    for n in data["nodes"]
-                ),
-                l3=tuple(
-                    L3(cpus=CpuSet.parse(c["cpus"]), size_bytes=_int(c["size_bytes"]))
-                    for c in data["l3"] or ()
-                ),
-                l3_known=data["l3"] is not None,
-                cores=tuple(
-                    Core(
-                        id=int(c["id"]),
-                        cpus=CpuSet.parse(c["cpus"]),
-                        l3=_int(c["l3"]),
-                        node=_int(c["node"]),
-                        package=_int(c["package"]),
-                        kind=CoreKind(c["kind"]) if c.get("kind") else None,
-                    )
-                    for c in data["cores"]
-                ),
-                threads_per_core=_int(data["threads_per_core"]),
-                isolated=CpuSet.parse(data.get("isolated", "")),
-                nohz_full=CpuSet.parse(data.get("nohz_full", "")),
-                notes=tuple(
-                    Note(code=n["code"], severity=Severity(n["severity"]), text=n["text"])
-                    for n in data["notes"]
-                ),
-            )
-        except KeyError as e:
-            raise TopologyError(
-                f"{source}: the saved probe lacks the key {e.args[0]!r}",
-                hint="make the file again with `zenlaunch probe --json`",
-            ) from None
-        except (TypeError, ValueError, AttributeError) as e:
-            raise TopologyError(
-                f"{source}: the saved probe has a value that cannot be read: {e}",
-                hint="make the file again with `zenlaunch probe --json`",
-            ) from None
+            topology = _from_saved(top)
+            for problem in contradictions(topology):
+                raise ValueError(problem)
+            return topology
+        except ValueError as e:
+            raise TopologyError(f"{source}: the saved probe is damaged: {e}", hint=hint) from None
 
     @property
     def digest(self) -> str:
@@ -279,13 +237,178 @@ def group_by(pairs: Iterable[tuple[int, int]]) -> dict[int, CpuSet]:
     return {key: CpuSet.from_bits(bits[key]) for key in sorted(bits)}
 
 
+def contradictions(topology: Topology) -> list[str]:
+    """Return what cannot be true of any machine: it means that the source is damaged.
+
+    What real kernels do show (a CPU in two nodes or in none, an L3 without CPUs) is not here.
+    """
+    t, found = topology, list[str]()
+    kinds: dict[str, Sequence[Package | NumaNode | L3 | Core]] = {
+        "package": t.packages,
+        "node": t.nodes,
+        "L3": t.l3,
+        "core": t.cores,
+    }
+    for kind, groups in kinds.items():
+        for group in groups:
+            if not group.cpus <= t.online:
+                found.append(f"a {kind} has CPUs that are not online: {group.cpus - t.online}")
+        ids = [group.id for group in groups if not isinstance(group, L3)]
+        if len(set(ids)) < len(ids):
+            found.append(f"two {kind}s have the same id")
+    packages, nodes = {p.id for p in t.packages}, {n.id for n in t.nodes}
+    seen = EMPTY
+    for core in t.cores:
+        if not core.cpus or core.id != core.cpus.first:
+            found.append(f"core {core.id} is not named after its lowest CPU ({core.cpus})")
+        if not core.cpus.isdisjoint(seen):
+            found.append(f"CPUs {core.cpus & seen} are in two cores")
+        seen |= core.cpus
+        if core.l3 is not None and not 0 <= core.l3 < len(t.l3):
+            found.append(f"core {core.id} names L3 {core.l3} of {len(t.l3)}")
+        if core.node is not None and core.node not in nodes:
+            found.append(f"core {core.id} names node {core.node}, which is not listed")
+        if core.package is not None and core.package not in packages:
+            found.append(f"core {core.id} names package {core.package}, which is not listed")
+    if any((n.memory_bytes or 0) < 0 for n in t.nodes):
+        found.append("a node has less than no memory")
+    if t.offline is not None and not t.offline.isdisjoint(t.online):
+        found.append(f"CPUs {t.offline & t.online} are both online and offline")
+    return found
+
+
+class _Saved:
+    """One object of the JSON; every question names the key in its ValueError."""
+
+    def __init__(self, value: Any, path: str) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"{path.rstrip('.') or 'the whole'} is not an object")
+        self.value, self.path = value, path
+
+    def get(self, key: str) -> Any:
+        if key not in self.value:
+            raise ValueError(f"the key {self.path}{key} is missing")
+        return self.value[key]
+
+    def wrong(self, key: str, why: str) -> ValueError:
+        return ValueError(f"{self.path}{key} is {str(self.value[key])[:60]!r}, {why}")
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "not a text")
+        return value
+
+    def whole(self, key: str) -> int | None:
+        value = self.get(key)
+        if value is None or (type(value) is int and abs(value) < 1 << 63):
+            return value
+        raise self.wrong(key, "not a whole number")
+
+    def id(self, key: str) -> int:
+        value = self.whole(key)
+        if value is None:
+            raise self.wrong(key, "not a number")
+        return value
+
+    def cpus(self, key: str, default: str | None = None) -> CpuSet | None:
+        text = default if default is not None and key not in self.value else self.text(key)
+        try:
+            return None if text is None else CpuSet.parse(text)
+        except ValueError as e:
+            raise self.wrong(key, f"not a CPU list: {e}") from None
+
+    def all(self, key: str) -> list[_Saved]:
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, "not a list")
+        return [_Saved(item, f"{self.path}{key}[{i}].") for i, item in enumerate(value)]
+
+    def one_of(self, key: str, kind: type[_Enum]) -> _Enum | None:
+        text = self.text(key)
+        try:
+            return None if text is None else kind(text)
+        except ValueError:
+            raise self.wrong(key, f"not one of {', '.join(kind)}") from None
+
+
+def _from_saved(top: _Saved) -> Topology:
+    machine, allowed = (
+        _Saved(top.get("machine"), "machine."),
+        _Saved(top.get("allowed"), "allowed."),
+    )
+    avx512 = machine.value.get("avx512")
+    if not isinstance(avx512, bool | None):
+        raise machine.wrong("avx512", "not true, false or null")
+    online, l3_known = top.cpus("online"), top.get("l3") is not None
+    return Topology(
+        origin=top.text("origin") or "probe",
+        machine=Machine(
+            arch=machine.text("arch"),
+            vendor=machine.text("vendor"),
+            model=machine.text("model"),
+            avx512=avx512,
+        ),
+        online=EMPTY if online is None else online,
+        online_known=online is not None,
+        offline=top.cpus("offline"),
+        allowed_cpus=allowed.cpus("cpus"),
+        allowed_mems=allowed.cpus("mems"),
+        packages=tuple(
+            Package(
+                id=p.id("id"), cpus=p.cpus("cpus") or EMPTY, cpus_known=p.get("cpus") is not None
+            )
+            for p in top.all("packages")
+        ),
+        nodes=tuple(
+            NumaNode(
+                id=n.id("id"),
+                cpus=n.cpus("cpus") or EMPTY,
+                cpus_known=n.get("cpus") is not None,
+                package=n.whole("package"),
+                memory_bytes=n.whole("memory_bytes"),
+                free_bytes=n.whole("free_bytes"),
+                distances=_distances(n),
+            )
+            for n in top.all("nodes")
+        ),
+        l3=tuple(
+            L3(cpus=c.cpus("cpus") or EMPTY, size_bytes=c.whole("size_bytes"))
+            for c in (top.all("l3") if l3_known else ())
+        ),
+        l3_known=l3_known,
+        cores=tuple(
+            Core(
+                id=c.id("id"),
+                cpus=c.cpus("cpus") or EMPTY,
+                l3=c.whole("l3"),
+                node=c.whole("node"),
+                package=c.whole("package"),
+                kind=c.one_of("kind", CoreKind) if c.value.get("kind") else None,
+            )
+            for c in top.all("cores")
+        ),
+        threads_per_core=top.whole("threads_per_core"),
+        isolated=top.cpus("isolated", "") or EMPTY,
+        nohz_full=top.cpus("nohz_full", "") or EMPTY,
+        notes=tuple(
+            Note(
+                code=n.text("code") or "",
+                severity=n.one_of("severity", Severity) or Severity.INFO,
+                text=n.text("text") or "",
+            )
+            for n in top.all("notes")
+        ),
+    )
+
+
+def _distances(node: _Saved) -> dict[int, int]:
+    row = _Saved(node.get("distances"), f"{node.path}distances.")
+    for key in row.value:
+        if not (key.isascii() and key.isdigit() and len(key) < 7):
+            raise row.wrong(key, "and its key is not a node number")
+    return {int(key): row.id(key) for key in row.value}
+
+
 def _text(s: CpuSet | None) -> str | None:
     return None if s is None else str(s)
-
-
-def _cpuset(text: str | None) -> CpuSet | None:
-    return None if text is None else CpuSet.parse(text)
-
-
-def _int(value: Any) -> int | None:
-    return None if value is None else int(value)

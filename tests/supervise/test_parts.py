@@ -1,0 +1,200 @@
+"""The small parts under the supervisor: logs, checks, stamps, crash reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from supervise.world import engine, free_port
+from zenlaunch import checks, compiled, crash
+from zenlaunch.cpuset import CpuSet
+from zenlaunch.logs import Lines, LogFile, is_secret, secrets_of
+
+
+def test_lines_are_cut_and_the_rest_is_kept() -> None:
+    lines = Lines()
+    assert lines.feed(b"one\ntw") == (b"one\n", ("one",))
+    assert lines.feed(b"o\r\nthree\n") == (b"two\r\nthree\n", ("two", "three"))
+    assert lines.flush() == (b"", ())
+    lines.feed(b"\xff end")
+    assert lines.flush() == (b"\xff end\n", ("� end",))
+    assert list(lines.tail) == ["one", "two", "three", "� end"]
+
+
+def test_a_line_without_an_end_does_not_grow_for_ever() -> None:
+    lines = Lines()
+    raw, text = lines.feed(b"x" * 100_000)
+    assert len(raw) == 100_000
+    assert text == ("x" * 100_000,)
+
+
+def test_markers_are_found_in_their_lines() -> None:
+    found: list[tuple[str, str]] = []
+    Lines(markers=("b", "bc")).feed(b"a\nbc\nb\n", found=lambda m, line: found.append((m, line)))
+    assert found == [("b", "bc"), ("bc", "bc"), ("b", "b")]
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [("HF_TOKEN", True), ("VLLM_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True),
+     ("KEYBOARD", False), ("PATH", False), ("SSH_KEY", True), ("DB_PASSWORD", True)],
+)  # fmt: skip
+def test_secret_names(name: str, secret: bool) -> None:
+    assert is_secret(name) is secret
+
+
+def test_secrets_are_blotted_out_the_longest_first() -> None:
+    environ = {
+        "A_TOKEN": "abcdefgh",
+        "B_TOKEN": "abcdefghij",
+        "C_TOKEN": "on",
+        "PATH": "/usr/bin/x",
+    }
+    lines = Lines(secrets=secrets_of(environ))
+    assert lines.feed(b"abcdefghij abcdefgh on\n")[1] == ("*** *** on",)
+
+
+def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "i0.log", most_bytes=10, keep=2)
+    for n in range(5):
+        assert log.write(b"line %d\n" % n) is None
+    log.close()
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "i0.log": "line 4\n",
+        "i0.log.1": "line 3\n",
+        "i0.log.2": "line 2\n",
+    }
+
+
+def test_a_log_file_that_cannot_be_written_counts_what_it_drops(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "no" / "i0.log")
+    error = log.write(b"12345")
+    assert isinstance(error, FileNotFoundError)
+    assert log.dropped_bytes == 5
+
+
+def test_who_holds_a_port_is_told() -> None:
+    port = free_port()
+    assert checks.port_taken("127.0.0.1", port) is None
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", port))
+        assert "does not listen yet" in (checks.port_taken("127.0.0.1", port) or "")
+        s.listen()
+        assert f"pid {os.getpid()} " in (checks.port_taken("127.0.0.1", port) or "")
+        assert checks.foreign_listener(port, [1]) == os.getpid()
+        assert checks.foreign_listener(port, [os.getpid()]) is None
+    assert "cannot bind 192.0.2.1" in (checks.port_taken("192.0.2.1", port) or "")
+
+
+def test_closing_connections_of_an_earlier_run_do_not_hold_a_port() -> None:
+    port = free_port()
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # the server closes first, so that its port lingers
+            assert client.recv(1) == b""
+    assert [r.state for r in checks.tcp_rows(port)] == ["06"]
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("127.0.0.1", port))
+    assert checks.port_taken("127.0.0.1", port) is None
+
+
+def test_free_memory_of_a_node_is_the_engines_own_sum(tmp_path: Path) -> None:
+    node = tmp_path / "sys/devices/system/node/node3"
+    node.mkdir(parents=True)
+    rows = {"MemTotal": 900, "MemFree": 100, "Active(file)": 20, "Inactive(file)": 3,
+            "SReclaimable": 4, "Active(anon)": 500}  # fmt: skip
+    text = "".join(f"Node 3 {key}: {kib:10d} kB\n" for key, kib in rows.items())
+    (node / "meminfo").write_text(text)
+    assert checks.node_free_bytes(3, tmp_path) == 127 * 1024
+    assert checks.node_free_bytes(4, tmp_path) is None
+
+
+def test_metrics_are_summed_by_exact_name() -> None:
+    text = (
+        '# HELP a_total x\na_total{e="0",m="x y"} 2.0\na_total{e="1"} 3\na_total_more 9\nb 4.5\n'
+        'a_total{e="2"} 1 1700000000\n'
+    )
+    assert checks.metric(text, "a_total") == 6.0
+    assert checks.metric(text, "b") == 4.5
+    assert checks.metric(text, "c") is None
+
+
+def test_in_flight_is_read_from_the_proxys_status() -> None:
+    status = {"upstreams": [{"name": "i0", "in_flight": 3}, {"name": "i1"}]}
+    assert checks.in_flight(status, "i0") == 3
+    assert checks.in_flight(status, "i1") is None
+    assert checks.in_flight([], "i0") is None
+
+
+def test_a_stamp_holds_while_all_its_artifacts_are_there(tmp_path: Path) -> None:
+    artifact = tmp_path / "model"
+    artifact.touch()
+    cache = tmp_path / "compiled"
+    assert not compiled.is_warm(cache, "key")
+    compiled.remember(cache, "key", (str(artifact), str(artifact)))
+    assert compiled.is_warm(cache, "key")
+    assert not compiled.is_warm(cache, "other key/x")
+    artifact.unlink()
+    assert not compiled.is_warm(cache, "key")
+    compiled.remember(cache, "none", ())
+    assert not compiled.is_warm(cache, "none")
+    compiled.stamp_path(cache, "key").write_text("{")
+    assert not compiled.is_warm(cache, "key")
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [("saved to /a/b/model", "/a/b/model"), ("saved to '/a/b'.", "/a/b"), ("saved to", None),
+     ("saved to nowhere", None), ("x saved to /a, y", "/a")],
+)  # fmt: skip
+def test_artifacts_are_read_from_the_log(line: str, path: str | None) -> None:
+    assert compiled.artifact_in(line, "saved to") == path
+
+
+def test_a_crash_report_holds_all_but_secrets(tmp_path: Path) -> None:
+    spec = engine("i0", "--hf-token", "hf_1", "--api-key=k", mem_nodes=CpuSet.parse("0"))
+    environ = {"HF_TOKEN": "hf_1", "A": "1"}
+    for number in range(1, 13):
+        report = crash.write_report(
+            tmp_path, spec, facts={"how": "exit 1"}, environ=environ, log=["a", "b"]
+        )
+        assert report == tmp_path / f"i0-crash-{number}"
+    assert report is not None
+    assert len(list(tmp_path.iterdir())) == crash.KEPT
+    data = json.loads((report / "report.json").read_text())
+    assert data["how"] == "exit 1"
+    assert data["environment"] == {"A": "1", "HF_TOKEN": "***"}
+    assert data["argv"][-3:] == ["--hf-token", "***", "--api-key=***"]
+    assert (report / "log.txt").read_text() == "a\nb\n"
+    assert "MemFree" in (report / "meminfo-node0.txt").read_text()
+    assert crash.write_report(tmp_path / "no", spec, facts={}, environ={}, log=[]) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_out_of_memory_is_said_only_with_evidence(tmp_path: Path, version: int) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    line, base, name = (
+        ("4:memory:/box", "sys/fs/cgroup/memory/box", "memory.oom_control")
+        if version == 1
+        else ("0::/box", "sys/fs/cgroup/box", "memory.events")
+    )
+    (tmp_path / "proc/self/cgroup").write_text(f"2:cpu:/x\n{line}\n")
+    (tmp_path / "proc/vmstat").write_text("nr_free 1\noom_kill 7\n")
+    group = tmp_path / base
+    group.mkdir(parents=True)
+    (group / name).write_text("oom 2\noom_kill 2\n")
+    before = crash.oom_count(tmp_path)
+    assert before == crash.OomCount(7, 2)
+    assert before.rose_since(before) is None
+    (group / name).write_text("oom 2\noom_kill 3\n")
+    assert "cgroup rose from 2 to 3" in (crash.oom_count(tmp_path).rose_since(before) or "")
+    assert "vmstat rose from 7 to 8" in (crash.OomCount(8, 2).rose_since(before) or "")
+    assert crash.OomCount(None, None).rose_since(before) is None

@@ -1,0 +1,218 @@
+"""Questions asked of the machine before a start, and of a server while it runs.
+
+Owns: is a port free, how much memory has a node left, does a server answer, does an engine make
+progress. Answers only; what follows from them is the supervisor's affair. Ports: an engine that
+loads has bound its port and does not listen yet, so that connect() is refused and only a bind()
+without SO_REUSEADDR tells. Memory: the engine's own sum, MemFree + Active(file) + Inactive(file) +
+SReclaimable of the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+
+_FREE_KEYS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+_LISTEN = "0A"
+# FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING
+_CLOSING = frozenset({"04", "05", "06", "07", "08", "09", "0B"})
+
+
+@dataclass(frozen=True, slots=True)
+class TcpRow:
+    """One row of /proc/net/tcp: the local port, the state's hex code, the socket's inode."""
+
+    port: int
+    state: str
+    inode: int
+
+
+def tcp_rows(port: int) -> list[TcpRow]:
+    """Return the TCP sockets of this network namespace whose local port is `port`."""
+    rows = []
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/net", name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        suffix = f":{port:04X}"
+        for line in lines:
+            fields = line.split()
+            if fields[1].endswith(suffix):
+                rows.append(TcpRow(port, fields[3], int(fields[9])))
+    return rows
+
+
+def holders(inodes: Iterable[int]) -> dict[int, int]:
+    """Return inode -> pid for the sockets that some readable process holds."""
+    wanted = {f"socket:[{i}]": i for i in inodes if i}
+    found: dict[int, int] = {}
+    if not wanted:
+        return found
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for fd in os.scandir(f"{entry.path}/fd"):
+                with contextlib.suppress(OSError):
+                    inode = wanted.get(os.readlink(fd.path))  # noqa: PTH115 (thousands of links)
+                    if inode is not None:
+                        found.setdefault(inode, int(entry.name))
+    return found
+
+
+def listeners(port: int) -> dict[int, int]:
+    """Return inode -> pid of those who listen on `port`, as far as they can be seen."""
+    return holders(r.inode for r in tcp_rows(port) if r.state == _LISTEN)
+
+
+def command_of(pid: int) -> str:
+    """Return a process's command line, cut to 80 characters."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "?"
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:80] or "?"
+
+
+def _binds(host: str, port: int, *, reuse: bool) -> OSError | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        if reuse:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            return e
+    return None
+
+
+def port_taken(host: str, port: int) -> str | None:
+    """Say who holds `port`, or return None when it is free.
+
+    A plain bind() also fails while connections of an earlier run are closing (TIME_WAIT). Where
+    such are there and a bind() with SO_REUSEADDR succeeds, the port is taken for free: this misses
+    an engine that started to load on the same port within that minute, which `foreign_listener`
+    finds when ours says that it is ready.
+    """
+    error = _binds(host, port, reuse=False)
+    if error is None:
+        return None
+    if error.errno != 98:  # EADDRINUSE
+        return f"cannot bind {host}:{port}: {error.strerror}"
+    rows = tcp_rows(port)
+    if any(r.state in _CLOSING for r in rows) and _binds(host, port, reuse=True) is None:
+        return None
+    for pid in listeners(port).values():
+        return f"port {port} is taken by pid {pid} ({command_of(pid)})"
+    if any(r.state == _LISTEN for r in rows):
+        return f"port {port} is taken by a process of another user"
+    return (
+        f"port {port} is bound by a process that does not listen yet (another engine that loads?)"
+    )
+
+
+def foreign_listener(port: int, own: Iterable[int]) -> int | None:
+    """Return the pid of a listener on `port` when all that can be seen are outside `own`."""
+    pids = set(listeners(port).values())
+    return min(pids) if pids and pids.isdisjoint(own) else None
+
+
+def node_free_bytes(node: int, sysroot: Path = Path("/")) -> int | None:
+    """Return what a node can give to an engine now; None where the kernel does not say."""
+    try:
+        text = (sysroot / f"sys/devices/system/node/node{node}/meminfo").read_text()
+    except OSError:
+        return None
+    values = {}
+    for line in text.splitlines():
+        # "Node 0 MemFree:  123 kB"
+        fields = line.split()
+        if len(fields) >= 4:
+            values[fields[2].rstrip(":")] = int(fields[3]) * 1024
+    if "MemFree" not in values:
+        return None
+    return sum(values.get(key, 0) for key in _FREE_KEYS)
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Return the summed resident memory of processes; those that are gone count nothing."""
+    total = 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+    return total
+
+
+def metric(text: str, name: str) -> float | None:
+    """Sum the samples of one series in Prometheus text; None where it does not occur."""
+    found = False
+    total = 0.0
+    for line in text.splitlines():
+        if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+            with contextlib.suppress(ValueError, IndexError):
+                total += float(
+                    line.rpartition("}")[2].split()[0] if "}" in line else line.split()[1]
+                )
+                found = True
+    return total if found else None
+
+
+class Http:
+    """One server, asked over TCP or a unix socket; every failure to answer is None."""
+
+    def __init__(self, *, base: str = "http://zenlaunch", socket_path: Path | None = None) -> None:
+        import httpx
+
+        self._base = base
+        uds = str(socket_path) if socket_path else None
+        # No keep-alive: we close first, so that what lingers does so on our port, not the server's.
+        self._client: httpx.AsyncClient = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(
+                uds=uds, limits=httpx.Limits(max_keepalive_connections=0)
+            ),
+            trust_env=False,
+        )
+
+    async def get(self, path: str, *, timeout_s: float = 10.0) -> tuple[int, str] | None:
+        return await self._ask("GET", path, timeout_s)
+
+    async def post(self, path: str, *, timeout_s: float = 10.0) -> tuple[int, str] | None:
+        return await self._ask("POST", path, timeout_s)
+
+    async def _ask(self, method: str, path: str, timeout_s: float) -> tuple[int, str] | None:
+        import httpx
+
+        try:
+            answer = await self._client.request(method, self._base + path, timeout=timeout_s)
+        except (httpx.HTTPError, OSError):
+            return None
+        return answer.status_code, answer.text
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def in_flight(status: Any, name: str) -> int | None:
+    """Read from the proxy's status how many requests an upstream has under way, or None."""
+    upstreams = status.get("upstreams") if isinstance(status, dict) else None
+    for row in upstreams if isinstance(upstreams, list) else ():
+        if isinstance(row, dict) and row.get("name") == name:
+            value = row.get("in_flight")
+            return value if isinstance(value, int) else None
+    return None
+
+
+def connect_host(host: str) -> str:
+    """Return where to connect, as a URL spells it, to reach a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

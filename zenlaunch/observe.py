@@ -1,0 +1,489 @@
+"""What the kernel says of a process tree: where its threads may run, its pages, what it maps.
+
+Owns the reading of /proc/PID (task/*/status, task/*/stat, numa_maps, maps) and the comparison with
+a LaunchSpec, `verify`, which names each mismatch in words with its likely cause. Changes nothing,
+and knows no engine: what an engine must show is in the spec's Evidence. A process that ends while
+it is read counts nothing. Documentation/filesystems/proc.rst, numa_maps(5), move_pages(2).
+
+Pages: anonymous ones and shared memory of the tree count, by size. Pages of files are apart:
+whoever read a library or a model file first decides where its one copy is, for all processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zenlaunch.child import tree
+from zenlaunch.cpuset import EMPTY, CpuSet, union
+from zenlaunch.spec import LaunchSpec
+
+LOCAL_ENOUGH = 0.99
+MOVE_PAGES = {"x86_64": 279, "aarch64": 239, "riscv64": 239}
+
+# Labels of `Verification.libraries`: a part of the file's name.
+LIBRARIES = {
+    "tcmalloc": "libtcmalloc",
+    "jemalloc": "libjemalloc",
+    "iomp5": "libiomp5",
+    "gomp": "libgomp",
+    "omp": "libomp.so",
+    "zentorch": "libzentorch",
+}
+OPENMP = ("iomp5", "gomp", "omp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    """One thread: where it may run, where it ran last, and the CPU time it has used."""
+
+    pid: int
+    tid: int
+    name: str
+    cpus: CpuSet
+    last_cpu: int
+    cpu_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"pid": self.pid, "tid": self.tid, "name": self.name, "cpus": str(self.cpus)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Bytes by NUMA node: `own` anonymous and shared memory, `file` pages of files."""
+
+    own: dict[int, int] = field(default_factory=dict)
+    file: dict[int, int] = field(default_factory=dict)
+
+    def local_ratio(self, nodes: CpuSet) -> float | None:
+        """Return the share of own bytes that is on `nodes`; None where there are none."""
+        total = sum(self.own.values())
+        return sum(b for n, b in self.own.items() if n in nodes) / total if total else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """An instance as the kernel has it, against its spec; `ok` when there is no problem."""
+
+    threads: int
+    threads_off_plan: tuple[Thread, ...]
+    engine_threads: dict[int, int]
+    pages: Pages
+    local_ratio: float | None
+    libraries: dict[str, str | None]
+    cores_logged: CpuSet | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON of `zenlaunch verify --json` for one instance; pages in bytes."""
+        return {
+            "threads": self.threads,
+            "threads_off_plan": [t.to_dict() for t in self.threads_off_plan],
+            "engine_threads": {str(c): n for c, n in self.engine_threads.items()},
+            "pages": {str(n): b for n, b in sorted(self.pages.own.items())},
+            "file_pages": {str(n): b for n, b in sorted(self.pages.file.items())},
+            "local_ratio": self.local_ratio,
+            "libraries": self.libraries,
+            "omp_cores_logged": None if self.cores_logged is None else str(self.cores_logged),
+            "ok": self.ok,
+            "problems": list(self.problems),
+        }
+
+
+def threads_of(pid: int) -> list[Thread]:
+    """Return the threads of one process."""
+    found = []
+    tick = os.sysconf("SC_CLK_TCK")
+    with contextlib.suppress(OSError):
+        for task in sorted(os.scandir(f"/proc/{pid}/task"), key=lambda e: int(e.name)):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                status = Path(task.path, "status").read_text()
+                allowed = re.search(r"^Cpus_allowed_list:\s*(\S*)$", status, re.MULTILINE)
+                name, _, rest = Path(task.path, "stat").read_text().rpartition(")")
+                fields = rest.split()
+                found.append(
+                    Thread(
+                        pid=pid,
+                        tid=int(task.name),
+                        name=name.partition("(")[2],
+                        cpus=CpuSet.parse(allowed[1]) if allowed else EMPTY,
+                        last_cpu=int(fields[36]),
+                        cpu_s=_used_s(task.path, (int(fields[11]) + int(fields[12])) / tick),
+                    )
+                )
+    return found
+
+
+def parse_numa_maps(text: str, shared: dict[str, dict[int, int]]) -> Pages:
+    """Read one process's numa_maps.
+
+    A shared segment is seen by each process that maps it: its pages go to `shared`, by the
+    segment's name, where the most that any process saw of a node counts, once.
+    """
+    own: Counter[int] = Counter()
+    file: Counter[int] = Counter()
+    for line in text.splitlines():
+        words = line.split()
+        name = next((w[5:] for w in words if w.startswith("file=")), None)
+        size = _number(words, "kernelpagesize_kB", 4) * 1024
+        nodes = {
+            int(node[1:]): int(count) * size
+            for node, _, count in (w.partition("=") for w in words)
+            if node[:1] == "N" and node[1:].isdigit()
+        }
+        if not nodes:
+            continue
+        if name is None:
+            own.update(nodes)
+        elif name.startswith(("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")):
+            seen = shared.setdefault(name, {})
+            for node, size_bytes in nodes.items():
+                seen[node] = max(seen.get(node, 0), size_bytes)
+        else:
+            # Pages of a private file mapping that were written to are anonymous: their number is
+            # known, their nodes only together with the others'.
+            anon = _number(words, "anon", 0) * size
+            total = sum(nodes.values())
+            for node, size_bytes in nodes.items():
+                part = min(size_bytes, round(size_bytes * anon / total))
+                own[node] += part
+                file[node] += size_bytes - part
+    return Pages(own=_positive(own), file=_positive(file))
+
+
+def _used_s(task: str, coarse_s: float) -> float:
+    """Return a thread's CPU time: to the nanosecond where the kernel counts so, else in ticks."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(task, "schedstat").read_text().split()[0]) / 1e9
+    return coarse_s
+
+
+def _number(words: list[str], key: str, default: int) -> int:
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == key and value.isdigit():
+            return int(value)
+    return default
+
+
+def _positive(counts: Counter[int]) -> dict[int, int]:
+    return {node: size for node, size in sorted(counts.items()) if size > 0}
+
+
+def pages_of(pids: Iterable[int]) -> Pages:
+    """Return where the pages of these processes are; walks all page tables, so not often."""
+    own: Counter[int] = Counter()
+    file: Counter[int] = Counter()
+    shared: dict[str, dict[int, int]] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            pages = parse_numa_maps(Path(f"/proc/{pid}/numa_maps").read_text(), shared)
+            own.update(pages.own)
+            file.update(pages.file)
+    for segment in shared.values():
+        own.update(segment)
+    return Pages(own=_positive(own), file=_positive(file))
+
+
+def mapped_files(pid: int) -> set[str]:
+    """Return the paths of the files that a process has mapped executable."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and "x" in fields[1] and fields[5].startswith("/"):
+                found.add(fields[5].removesuffix(" (deleted)"))
+    return found
+
+
+def sample_pages(pid: int, count: int = 4096, *, chance: random.Random | None = None) -> Pages:
+    """Ask the kernel for the nodes of `count` random anonymous pages of one process.
+
+    Cheap whatever the size of the process, for the periodic check: move_pages(2) with no target.
+    Needs the right to trace the process. Pages that are not there count nothing.
+    """
+    number = MOVE_PAGES.get(os.uname().machine)
+    regions = list(_anonymous_regions(pid))
+    if number is None or not regions:
+        return Pages()
+    page = os.sysconf("SC_PAGE_SIZE")
+    chance = chance or random.Random()
+    weights = [end - start for start, end in regions]
+    picked = chance.choices(regions, weights, k=count)
+    addresses = (ctypes.c_void_p * count)(
+        *(start + chance.randrange((end - start) // page) * page for start, end in picked)
+    )
+    status = (ctypes.c_int * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.syscall(
+        ctypes.c_long(number), ctypes.c_int(pid), ctypes.c_ulong(count), addresses, None, status, 0
+    )
+    if done != 0:
+        return Pages()
+    own: Counter[int] = Counter(node for node in status if node >= 0)
+    return Pages(own={node: n * page for node, n in sorted(own.items())})
+
+
+def _anonymous_regions(pid: int) -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            named = fields[5] if len(fields) == 6 else ""
+            if fields[1].startswith("rw") and (not named or named in ("[heap]", "[stack]")):
+                start, _, end = fields[0].partition("-")
+                yield int(start, 16), int(end, 16)
+
+
+def cores_logged(pattern: str | None, log: Sequence[str]) -> CpuSet | None:
+    """Return the CPUs that the engine said it uses; None where it said nothing."""
+    if pattern is None:
+        return None
+    for line in reversed(log):
+        match = re.search(pattern, line)
+        if match:
+            with contextlib.suppress(ValueError):
+                return CpuSet.parse(match[1])
+    return None
+
+
+def tree_threads(pid: int) -> list[Thread]:
+    """Return the threads of the tree under `pid`."""
+    return [t for p in tree(pid) for t in threads_of(p)]
+
+
+def idle_cpus(spec: LaunchSpec, before: Sequence[Thread], after: Sequence[Thread]) -> CpuSet:
+    """Return the engine CPUs whose own threads did nothing between two looks at the tree.
+
+    With a request in between these are CPUs that the engine does not use.
+    """
+    used = {t.tid: t.cpu_s for t in before}
+    busy = {t.cpus for t in after if t.cpu_s > used.get(t.tid, 0.0)}
+    return CpuSet(c for c in spec.engine_cpus if CpuSet([c]) not in busy)
+
+
+def verify(
+    spec: LaunchSpec, pid: int, log: Sequence[str], *, found: Pages | None = None
+) -> Verification:
+    """Compare the tree under `pid` with its spec.
+
+    `log` are the lines of its start. `found` are its pages, when they have been looked at already;
+    else the page tables are walked.
+    """
+    pids = tree(pid)
+    threads = [t for p in pids for t in threads_of(p)]
+    files = set().union(*(mapped_files(p) for p in pids)) if pids else set()
+    preloaded = spec.env.get("LD_PRELOAD", "").split(":")
+    libraries = {
+        label: min(
+            (f for f in files if part in _base(f)),
+            key=lambda f: (f not in preloaded, len(f), f),
+            default=None,
+        )
+        for label, part in LIBRARIES.items()
+    }
+    found = pages_of(pids) if found is None else found
+    off_plan = tuple(t for t in threads if spec.cpus and not t.cpus <= spec.cpus)
+    engine_threads = {
+        cpu: sum(1 for t in threads if t.cpus == CpuSet([cpu])) for cpu in spec.engine_cpus
+    }
+    logged = cores_logged(spec.evidence.cores_pattern, log)
+    ratio = found.local_ratio(spec.mem_nodes) if spec.mem_nodes else None
+    seen = _Seen(
+        spec=spec,
+        pid=pid,
+        threads=threads,
+        off_plan=off_plan,
+        engine_threads=engine_threads,
+        found=found,
+        ratio=ratio,
+        files=files,
+        libraries=libraries,
+        logged=logged,
+        log=log,
+    )
+    return Verification(
+        threads=len(threads),
+        threads_off_plan=off_plan,
+        engine_threads=engine_threads,
+        pages=found,
+        local_ratio=ratio,
+        libraries=libraries,
+        cores_logged=logged,
+        problems=tuple(_problems(seen)),
+    )
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    spec: LaunchSpec
+    pid: int
+    threads: list[Thread]
+    off_plan: tuple[Thread, ...]
+    engine_threads: dict[int, int]
+    found: Pages
+    ratio: float | None
+    files: set[str]
+    libraries: dict[str, str | None]
+    logged: CpuSet | None
+    log: Sequence[str]
+
+
+def _problems(seen: _Seen) -> Iterator[str]:
+    if not seen.threads:
+        yield f"no process {seen.pid}: the instance has ended"
+        return
+    yield from _thread_problems(seen)
+    yield from _page_problems(seen)
+    yield from _library_problems(seen)
+    for text in seen.spec.evidence.lines:
+        if not any(text in line for line in seen.log):
+            yield f"its log does not say {text!r}"
+
+
+def _thread_problems(seen: _Seen) -> Iterator[str]:
+    spec = seen.spec
+    if spec.cpus:
+        allowed = union(t.cpus for t in seen.threads)
+        missing = spec.cpus - allowed
+        if seen.off_plan:
+            where = union(t.cpus for t in seen.off_plan) - spec.cpus
+            yield (
+                f"{len(seen.off_plan)} of {len(seen.threads)} threads may run on CPUs {where}, "
+                f"outside {spec.cpus}: {_escape_cause(seen)}"
+            )
+        elif missing:
+            yield (
+                f"no thread may run on CPUs {missing} of the plan: a cpuset (a container's, or the "
+                "cgroup's) leaves them out, or they were taken offline"
+            )
+    if seen.logged is not None and seen.logged != spec.engine_cpus:
+        yield f"the engine says it uses CPUs {seen.logged or 'none'}; {_logged_cause(seen)}"
+    crowded = _crowded(seen)
+    if crowded:
+        yield f"several busy threads share CPUs {crowded}: more engine threads than CPUs"
+    bare = CpuSet(c for c, n in seen.engine_threads.items() if n == 0)
+    if not bare or len(spec.engine_cpus) == 1 == len(seen.spec.cpus):
+        return
+    if bare == spec.engine_cpus:
+        yield f"no engine thread is pinned to one CPU: {_unpinned_cause(seen)}"
+    else:
+        yield (
+            f"no engine thread is pinned to CPUs {bare} (planned: one on each of "
+            f"{spec.engine_cpus}): fewer threads than CPUs, or a cpuset that was changed under them"
+        )
+
+
+def _crowded(seen: _Seen) -> CpuSet:
+    """Return the engine CPUs with more than one thread that works.
+
+    Helpers of an engine inherit the CPU of its main thread; they are told from workers by the time
+    they have used.
+    """
+    times: dict[int, list[float]] = {c: [0.0] for c in seen.spec.engine_cpus}
+    for thread in seen.threads:
+        if len(thread.cpus) == 1 and thread.cpus.first in times:
+            times[thread.cpus.first].append(thread.cpu_s)
+    if len(times) < 2:
+        return EMPTY
+    usual = statistics.median(max(t) for t in times.values())
+    busy = max(1.0, usual / 2)
+    return CpuSet(c for c, t in times.items() if sum(s >= busy for s in t) > 1)
+
+
+def _escape_cause(seen: _Seen) -> str:
+    if all(t.pid == seen.pid and not t.cpus <= seen.spec.cpus for t in seen.threads):
+        return "the binding was not applied, or somebody changed it (taskset, a cgroup)"
+    if seen.libraries["gomp"] and not seen.libraries["iomp5"]:
+        return "libgomp places threads on any CPU it is told to, past the mask of numactl"
+    return "the engine, or somebody with taskset, changed their affinity"
+
+
+def _logged_cause(seen: _Seen) -> str:
+    planned = f"the plan says {seen.spec.engine_cpus}"
+    if not seen.logged:
+        return (
+            f"{planned}: its automatic binding looked at another NUMA node than numactl "
+            "(CPU_VISIBLE_MEMORY_NODES)"
+        )
+    if seen.logged <= seen.spec.engine_cpus:
+        return f"{planned}: it keeps more CPUs in reserve, or a cpuset leaves some out"
+    return f"{planned}: its automatic binding chose for itself"
+
+
+def _unpinned_cause(seen: _Seen) -> str:
+    if not any(seen.libraries[label] for label in OPENMP):
+        return "no OpenMP runtime is mapped"
+    if not seen.libraries["iomp5"] and not seen.libraries["gomp"]:
+        return "the OpenMP runtime was told to keep threads in the set, not on one CPU each"
+    return "the OpenMP runtime did not bind its threads (two runtimes, or OMP_PROC_BIND=false?)"
+
+
+def _page_problems(seen: _Seen) -> Iterator[str]:
+    if seen.ratio is None or seen.ratio >= LOCAL_ENOUGH:
+        return
+    total = sum(seen.found.own.values())
+    away = {n: b for n, b in seen.found.own.items() if n not in seen.spec.mem_nodes}
+    where = ", ".join(f"{b / (1 << 20):.0f} MiB on node {n}" for n, b in sorted(away.items()))
+    yield (
+        f"{100 * (1 - seen.ratio):.1f} % of {total / (1 << 30):.1f} GiB is not on node "
+        f"{seen.spec.mem_nodes} ({where}): {_remote_cause(seen)}"
+    )
+
+
+def _remote_cause(seen: _Seen) -> str:
+    words = ("set_mempolicy", "numa_migrate_pages", "mbind", "get_mempolicy")
+    denied = any("not permitted" in line and any(w in line for w in words) for line in seen.log)
+    if denied:
+        return "setting a memory policy is not permitted (in docker: --cap-add SYS_NICE)"
+    allowed = _mems_allowed(seen.pid)
+    if allowed is not None and not seen.spec.mem_nodes <= allowed:
+        return f"a cpuset allows memory of node {allowed} only"
+    if "bind" not in _policies(seen.pid):
+        return "no memory policy is set (no numactl --membind, and the engine set none)"
+    with contextlib.suppress(OSError):
+        if Path("/proc/sys/kernel/numa_balancing").read_text().strip() != "0":
+            return "the kernel's automatic NUMA balancing moves pages (kernel.numa_balancing)"
+    return "they were there before the policy was set, or were moved (migratepages, a cpuset)"
+
+
+def _mems_allowed(pid: int) -> CpuSet | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("Mems_allowed_list:"):
+                return CpuSet.parse(line.partition(":")[2])
+    return None
+
+
+def _policies(pid: int) -> set[str]:
+    """Return the names of the memory policies in a process's mappings."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
+        return {line.split()[1].partition(":")[0] for line in lines if " " in line}
+    return set()
+
+
+def _library_problems(seen: _Seen) -> Iterator[str]:
+    mapped = {os.path.realpath(f) for f in seen.files}
+    for path in filter(None, seen.spec.env.get("LD_PRELOAD", "").split(":")):
+        if os.path.realpath(path) not in mapped:
+            yield f"{path} is to be preloaded and is not mapped: it does not exist or does not fit"
+    for part in seen.spec.evidence.libraries:
+        if not any(part in _base(f) for f in seen.files):
+            yield f"no library {part} is mapped"

@@ -1,0 +1,434 @@
+"""Output: what people see of a machine and a plan. Readable without colour, made for 80 columns.
+
+Renders values into rich text; decides nothing. Results go to standard output, talk to standard
+error.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from zenlaunch import events
+from zenlaunch.compose import Composed, inherited, shell_words
+from zenlaunch.cpuset import CpuSet
+from zenlaunch.errors import LaunchError, ZenlaunchError
+from zenlaunch.lifecycle import State
+from zenlaunch.memory import gib
+from zenlaunch.observe import Verification
+from zenlaunch.plan import Plan
+from zenlaunch.topology import Core, Note, Severity, Topology
+
+WIDTH = 80
+# One letter an instance, upper and lower case in turn; p, r and x mean something else.
+_LETTERS = "ABCDEFGHIJKLMNOQSTUVWYZ"
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console that never wraps our text: a pasted command must stay whole."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else WIDTH
+    return Console(stderr=stderr, width=width, soft_wrap=True, highlight=False, markup=False)
+
+
+def print_error(error: ZenlaunchError, console: Console) -> None:
+    """Print what is wrong, the last log lines if there are any, and what to do."""
+    console.print(Text.assemble(("error: ", "bold red"), error.message))
+    if isinstance(error, LaunchError):
+        for line in error.log_tail:
+            console.print(Text(f"  {line}", style="dim"))
+    if error.hint:
+        console.print(Text(textwrap.indent(error.hint, "  ")))
+
+
+def print_topology(topology: Topology, console: Console) -> None:
+    """Print a headline, a table of the nodes and a picture of the machine."""
+    console.print(Text(headline(topology), style="bold"))
+    console.print()
+    console.print(_node_table(topology))
+    picture = machine_picture(topology)
+    if picture:
+        console.print(*picture, sep="\n")
+        console.print()
+    facts = [f"online {topology.online}"]
+    if topology.offline:
+        facts.append(f"offline {topology.offline}")
+    if topology.allowed_cpus is not None and topology.allowed_cpus != topology.online:
+        facts.append(f"allowed {topology.allowed_cpus}")
+    if topology.allowed_mems is not None:
+        facts.append(f"memory nodes allowed {topology.allowed_mems}")
+    console.print("; ".join(facts))
+    _print_notes(topology.notes, console)
+
+
+def headline(topology: Topology) -> str:
+    """Return one line: model, sockets, nodes (with NPS where it is plain), cores, SMT, memory."""
+    sockets, nodes = len(topology.packages), [n for n in topology.nodes if n.cpus]
+    parts = [f"{sockets} socket{'s' * (sockets != 1)}" if sockets else "sockets unknown"]
+    if topology.nodes:
+        text = f"{len(topology.nodes)} NUMA node{'s' * (len(topology.nodes) != 1)}"
+        if sockets and len(nodes) % sockets == 0 and topology.machine.vendor == "AuthenticAMD":
+            text += f" (NPS{len(nodes) // sockets})"
+        parts.append(text)
+    else:
+        parts.append("no NUMA nodes shown")
+    if topology.cores:
+        parts.append(f"{len(topology.cores)} cores")
+    else:
+        parts.append(f"{len(topology.online)} CPUs, cores not shown")
+    if topology.threads_per_core is not None:
+        parts.append("SMT off" if topology.threads_per_core == 1 else
+                     f"SMT on ({topology.threads_per_core} a core)")  # fmt: skip
+    elif topology.cores:
+        parts.append("SMT mixed")
+    memory = [n.memory_bytes for n in topology.nodes if n.memory_bytes is not None]
+    if memory:
+        parts.append(gib(sum(memory)))
+    return f"{topology.machine.model or 'unknown CPU model'}   {', '.join(parts)}"
+
+
+def machine_picture(topology: Topology) -> list[Text]:
+    """Draw each socket's nodes, one group an L3 domain, one figure a core (its number of CPUs)."""
+    if not topology.cores:
+        return []
+    allowed = topology.usable_cpus
+    by_node: dict[tuple[int | None, int | None], list[Core]] = {}
+    for core in topology.cores:
+        by_node.setdefault((core.package, core.node), []).append(core)
+    lines: list[Text] = []
+    last: object = object()
+    for (package, node), cores in sorted(
+        by_node.items(), key=lambda item: tuple(-1 if k is None else k for k in item[0])
+    ):
+        if package != last:
+            lines.append(Text("socket ?" if package is None else f"socket {package}"))
+            last = package
+        label = " node ?" if node is None else f" node {node}"
+
+        def mark(core: Core) -> tuple[str, str]:
+            usable = core.cpus & allowed
+            return (str(len(core.cpus)), "") if usable else ("x", "dim")
+
+        lines += _rows(label, _grouped(cores), mark)
+    legend = "one figure = one core and its number of CPUs"
+    if any(not core.cpus & allowed for core in topology.cores):
+        legend += ", x = not allowed here"
+    if topology.l3:
+        legend += "; one group = one L3 (CCX/CCD)"
+    lines.append(Text(legend, style="dim"))
+    return lines
+
+
+def print_plan(composed: Composed, console: Console, environ: dict[str, str]) -> None:
+    """Print the map, a command per instance with its reason, the memory ledger and the notes."""
+    plan = composed.plan
+    console.print(Text(headline(composed.topology), style="bold"))
+    engine = composed.choice.title
+    if composed.sizes.weights_bytes is not None:
+        engine += f"   weights {gib(composed.sizes.weights_bytes)} {composed.sizes.dtype or ''}"
+    console.print(Text(engine.rstrip()))
+    console.print()
+    console.print(*plan_map(composed.topology, plan), sep="\n")
+    for instance, spec in zip(plan.instances, composed.specs, strict=True):
+        console.print()
+        reason = f"{instance.name}: {instance.reason}"
+        for line in textwrap.wrap(reason, WIDTH - 2, subsequent_indent="    "):
+            console.print(Text(f"# {line}", style="dim"))
+        console.print(_command(shell_words(spec)))
+    console.print()
+    console.print(_ledger_table(plan))
+    _print_notes(plan.notes, console)
+    if composed.specs and (removed := inherited(composed.specs[0], environ)):
+        _print_note(
+            "note", f"set here and taken out for the instances: {', '.join(removed)}.", console
+        )
+
+
+def print_steps(plan: Plan, console: Console) -> None:
+    """Print the planner's numbered steps with the sets after each."""
+    for number, step in enumerate(plan.steps, 1):
+        console.print(Text(f"{number}. {step.text}", style="bold"))
+        for name, cpus in step.sets:
+            console.print(f"   {name:<8} {str(cpus) or '-'}   ({len(cpus)})")
+
+
+class UpScreen:
+    """What `zenlaunch up` shows: a live table of the start on a terminal, else a line a change.
+
+    `handle` takes the supervisor's events. Failures and warnings stay on the screen.
+    """
+
+    def __init__(self, plan: Plan, console: Console, *, quiet: bool = False) -> None:
+        self._plan = plan
+        self._console = console
+        self._quiet = quiet
+        self._nodes = {i.name: i.node for i in plan.instances}
+        self._what: dict[str, str] = {}
+        self._since: dict[str, float] = {}
+        self._live: Live | None = None
+        if console.is_terminal and not quiet:
+            self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> UpScreen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Leave the table as it is; what comes later is printed below it."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print one line above the table."""
+        (self._live.console if self._live else self._console).print(Text(text, style=style))
+
+    def handle(self, event: events.Event) -> None:
+        """Show one event."""
+        match event:
+            case events.Waiting(name=name, reason=reason):
+                self._set(name, f"waiting {reason}")
+            case events.Spawned(name=name):
+                self._since[name] = time.monotonic()
+                self._set(name, "starting")
+            case events.PhaseReached(name=name, phase=phase):
+                self._set(name, phase)
+            case events.BecameReady(name=name, seconds=seconds):
+                self._since.pop(name, None)
+                self._set(name, f"ready    {seconds:.0f} s")
+            case events.Failed():
+                self._set(event.name, "failed")
+                self.say(event.message, "bold red")
+                if event.retry_s is not None:
+                    self.say(f"  again in {event.retry_s:.0f} s", "dim")
+            case events.StateChanged(name=name, state=state) if state in _QUIET_STATES:
+                self._since.pop(name, None)
+                self._set(name, state.value)
+            case events.Warned(name=name, text=text):
+                self.say(f"warning  {f'{name}: ' if name else ''}{text}", "yellow")
+            case events.Stopping(why=why):
+                self.settle()
+                self.say(f"stopping ({why})")
+            case _:
+                pass
+
+    def show_proof(self, name: str, proof: Verification, nodes: CpuSet) -> None:
+        """Show what the kernel says of a ready instance, and each thing that is not as planned."""
+        bound = sum(1 for n in proof.engine_threads.values() if n)
+        text = f"{bound}/{len(proof.engine_threads)} threads on plan"
+        if proof.local_ratio is not None:
+            text += f", {proof.local_ratio:.1%} of pages on node {nodes}"
+        self._set(name, f"{self._what.get(name, 'ready')}   {text}")
+        for problem in proof.problems:
+            self.say(f"warning  {name}: {problem}", "yellow")
+
+    def _set(self, name: str, what: str) -> None:
+        if self._what.get(name) == what:
+            return
+        self._what[name] = what
+        if self._live is None and not self._quiet:
+            self._console.print(Text(f"{name:<6}{self._place(name):<9}{what}"))
+
+    def _place(self, name: str) -> str:
+        node = self._nodes.get(name)
+        return "" if node is None else f"node {node}"
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name in (*self._nodes, *(n for n in self._what if n not in self._nodes)):
+            since = self._since.get(name)
+            seconds = "" if since is None else f"{time.monotonic() - since:.0f} s"
+            table.add_row(name, self._place(name), self._what.get(name, "waiting"), seconds)
+        return table
+
+
+_QUIET_STATES = frozenset(
+    {State.UNREADY, State.DRAINING, State.STOPPING, State.STOPPED, State.BACKOFF}
+)
+
+
+def plan_map(topology: Topology, plan: Plan) -> list[Text]:
+    """Draw one letter a core: its instance, r reserved, p proxy, . spare, x not used."""
+    marks: dict[int, tuple[str, str]] = {}
+    for cpu in plan.spare_cpus:
+        marks[cpu] = (".", "dim")
+    for k, instance in enumerate(plan.instances):
+        colour = _COLOURS[k % len(_COLOURS)]
+        for cpu in instance.engine_cpus:
+            marks[cpu] = (instance_letter(k), colour)
+        for cpu in instance.reserved_cpus:
+            marks[cpu] = ("r", colour)
+    alone = plan.proxy.cpus - CpuSet(c for i in plan.instances for c in i.cpus)
+    cores = topology.cores or tuple(
+        Core(id=cpu, cpus=CpuSet([cpu]), node=node.id)
+        for node in topology.nodes
+        for cpu in node.cpus
+    )
+    sibling = False
+    for core in cores:
+        if core.cpus & alone:
+            owner = [c for c in core.cpus if c in marks and c not in alone]
+            sibling = sibling or bool(owner)
+            if not owner:
+                for cpu in core.cpus & alone:
+                    marks[cpu] = ("p", "bold")
+
+    def mark(core: Core) -> tuple[str, str]:
+        return next((marks[cpu] for cpu in core.cpus if cpu in marks), ("x", "dim"))
+
+    by_node: dict[int | None, list[Core]] = {}
+    for core in cores:
+        by_node.setdefault(core.node, []).append(core)
+    lines: list[Text] = []
+    for node in sorted(by_node, key=lambda n: -1 if n is None else n):
+        label = "cores" if node is None else f"node {node}"
+        lines += _rows(label, _grouped(by_node[node]), mark)
+    names = [f"{instance_letter(k)} = {i.name}" for k, i in enumerate(plan.instances)]
+    used = {mark(core)[0] for core in cores}
+    names += [
+        text
+        for letter, text in (
+            ("r", "r = reserved"), ("p", "p = proxy"), (".", ". = spare"), ("x", "x = not used"),
+        )
+        if letter in used
+    ]  # fmt: skip
+    if topology.l3:
+        names.append("one group = one L3 (CCX/CCD)")
+    legend = textwrap.wrap("   ".join(names), WIDTH - 8)
+    lines += [Text(f"        {line}", style="dim") for line in legend]
+    if plan.proxy.cpus and sibling:
+        lines.append(
+            Text(f"        proxy on CPU {plan.proxy.cpus}, the idle SMT sibling of a reserved core",
+                 style="dim")
+        )  # fmt: skip
+    elif plan.proxy.cpus and not alone:
+        lines.append(Text(f"        proxy on CPU {plan.proxy.cpus}, shared", style="dim"))
+    elif not plan.proxy.cpus:
+        lines.append(Text("        the proxy is not pinned", style="dim"))
+    return lines
+
+
+def instance_letter(k: int) -> str:
+    """Return the letter of the k-th instance; letters repeat after 46."""
+    letter = _LETTERS[k % len(_LETTERS)]
+    upper = (k + k // len(_LETTERS)) % 2 == 0
+    return letter if upper else letter.lower()
+
+
+def _grouped(cores: Iterable[Core]) -> list[list[Core]]:
+    groups: dict[int | None, list[Core]] = {}
+    for core in sorted(cores, key=lambda c: c.id):
+        groups.setdefault(core.l3, []).append(core)
+    return list(groups.values())
+
+
+def _rows(label: str, groups: Sequence[Sequence[Core]], mark: object) -> list[Text]:
+    """Lay groups out in lines of at most 80 columns; a long group is broken."""
+    assert callable(mark)
+    room = WIDTH - 8
+    pieces = [group[i : i + room] for group in groups for i in range(0, len(group), room)]
+    lines: list[Text] = []
+    line = Text()
+    for piece in pieces:
+        if len(line) and len(line) + 1 + len(piece) > room:
+            lines.append(line)
+            line = Text()
+        if len(line):
+            line.append(" ")
+        for core in piece:
+            letter, style = mark(core)
+            line.append(letter, style=style or None)
+    lines.append(line)
+    return [Text.assemble(f"{label if i == 0 else '':<8}", text) for i, text in enumerate(lines)]
+
+
+def _node_table(topology: Topology) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("node", "socket", "cores", "CPUs", "L3", "memory", "free now", "distances"):
+        table.add_column(name, justify="left" if name in ("CPUs", "distances") else "right",
+                         overflow="fold")  # fmt: skip
+    for node in topology.nodes:
+        cores = [c for c in topology.cores if c.node == node.id]
+        table.add_row(
+            str(node.id),
+            "?" if node.package is None else str(node.package),
+            str(len(cores)) if topology.cores else "?",
+            str(node.cpus) or "none",
+            str(len({c.l3 for c in cores if c.l3 is not None})) if topology.l3_known else "?",
+            "?" if node.memory_bytes is None else gib(node.memory_bytes),
+            "?" if node.free_bytes is None else gib(node.free_bytes),
+            " ".join(str(d) for d in node.distances.values()) if len(topology.nodes) <= 8 else "…",
+        )
+    return table
+
+
+def _ledger_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("memory", "node", "total", "weights", "KV cache", "overhead", "left"):
+        table.add_column(name, justify="right" if name != "memory" else "left")
+    for row in plan.memory:
+        here = [i for i in plan.instances if row.node in i.mem_nodes]
+        each, n = here[0].memory, len(here)
+        left = None
+        if row.available_bytes is not None and row.planned_bytes is not None:
+            left = row.available_bytes - row.planned_bytes
+        table.add_row(
+            "",
+            str(row.node),
+            _size(row.total_bytes),
+            _times(n, each.weights_bytes),
+            _times(n, each.kv_bytes),
+            _times(n, each.overhead_bytes),
+            _size(left),
+        )
+    return table
+
+
+def _size(n: int | None) -> str:
+    return "unknown" if n is None else gib(n)
+
+
+def _times(count: int, n: int | None) -> str:
+    return "unknown" if n is None else f"{count} x {gib(n)}" if count > 1 else gib(n)
+
+
+def _command(groups: Sequence[Sequence[str]]) -> Text:
+    """Break a command into lines that a shell joins again; "-u NAME" stays together."""
+    lines = []
+    for k, group in enumerate(groups):
+        line = "" if k == 0 else " "
+        for word in shlex.join(group).replace(" -u ", " -u\0").split(" "):
+            if len(line) + len(word) > WIDTH - 3 and line.strip():
+                lines.append(line)
+                line = "   "
+            line += (" " if line else "") + word.replace("\0", " ")
+        lines.append(line)
+    return Text(" \\\n".join(lines))
+
+
+def _print_notes(notes: Iterable[Note], console: Console) -> None:
+    for note in notes:
+        word = "note" if note.severity is Severity.INFO else note.severity.value
+        _print_note(word, note.text, console)
+
+
+def _print_note(word: str, text: str, console: Console) -> None:
+    style = {"warning": "yellow", "error": "bold red"}.get(word, "dim")
+    indent = " " * (len(word) + 2)
+    wrapped = textwrap.fill(text, WIDTH - len(indent), break_long_words=False,
+                            break_on_hyphens=False)  # fmt: skip
+    body = textwrap.indent(wrapped, indent).strip()
+    console.print(Text.assemble((f"{word}  ", style), body))

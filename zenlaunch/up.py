@@ -1,0 +1,123 @@
+"""Up: a composed plan becomes a running deployment on this machine.
+
+Joins compose, supervisor and proxy: refuses what cannot run here, makes the proxy's own LaunchSpec,
+chooses the folders. Prints nothing; what happens comes out as the supervisor's events.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zenlaunch.compose import Composed
+from zenlaunch.engines import VersionSource
+from zenlaunch.errors import LaunchError, PlanError
+from zenlaunch.plan import Plan
+from zenlaunch.spec import HealthCheck, LaunchSpec
+from zenlaunch.supervisor import Deployment
+
+PROXY_NAME = "proxy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Where a deployment keeps things: sockets (gone after a reboot), logs, stamps of caches."""
+
+    runtime: Path
+    logs: Path
+    cache: Path
+
+
+def choose_folders(name: str, environ: Mapping[str, str]) -> Folders:
+    """Follow the XDG base directories for a user, /run, /var/log and /var/cache for root."""
+    if os.geteuid() == 0 and "XDG_RUNTIME_DIR" not in environ:
+        runtime = Path("/run/zenlaunch")
+    else:
+        fallback = f"/tmp/zenlaunch-{os.geteuid()}"
+        runtime = Path(environ.get("XDG_RUNTIME_DIR") or fallback) / "zenlaunch"
+    home = Path.home()
+    state = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state")
+    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return Folders(
+        runtime=runtime / name,
+        logs=state / "zenlaunch" / name,
+        cache=cache / "zenlaunch" / "compiled",
+    )
+
+
+def refuse_what_cannot_run(composed: Composed) -> None:
+    """Raise LaunchError or PlanError for what is known to fail before anything is started."""
+    config, plan = composed.config, composed.plan
+    if (
+        config.engine.name == "vllm"
+        and composed.facts.version_source is not VersionSource.INSTALLED
+    ):
+        raise LaunchError(
+            "no vLLM was found on this machine",
+            hint="name the interpreter of its environment with --python, or install it "
+            '(README, "Install vLLM")',
+        )
+    model = config.model
+    if composed.model_folder is None and model is not None and model.startswith(("/", ".", "~")):
+        raise LaunchError(f"the model folder {model} does not exist", hint="check the path")
+    if any(i.memory.kv_bytes is None for i in plan.instances) and len(plan.instances) > 1:
+        raise PlanError(
+            "the size of the KV cache is not known, and several instances on one machine must not "
+            "each take what vLLM takes by default (92 % of a node)",
+            hint="download the model first, or give --weights SIZE or --kv-cache SIZE",
+        )
+
+
+def make_deployment(name: str, composed: Composed, folders: Folders) -> Deployment:
+    """Return what the supervisor runs. Raises LaunchError for folders that cannot be made."""
+    try:
+        folders.runtime.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        raise LaunchError(
+            f"cannot make the runtime folder {folders.runtime}: {e.strerror}",
+            hint="set XDG_RUNTIME_DIR to a folder that you may write",
+        ) from None
+    socket = folders.runtime / "proxy.sock"
+    numactl = shutil.which("numactl") is not None
+    specs = composed.specs if numactl else tuple(_bound_by_us(s) for s in composed.specs)
+    return Deployment(
+        name=name,
+        instances=specs,
+        proxy=proxy_spec(composed.plan, composed.config.engine.drain_s, socket),
+        log_dir=folders.logs,
+        cache_dir=folders.cache,
+        admin_socket=socket,
+    )
+
+
+def proxy_spec(plan: Plan, drain_s: float, admin_socket: Path) -> LaunchSpec:
+    """Return how the proxy is started: this program again, on the CPUs of the plan."""
+    proxy = plan.proxy
+    host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
+    upstreams = [f"{i.name}=http://127.0.0.1:{i.port}" for i in plan.instances]
+    argv = [
+        *(sys.executable, "-m", "zenlaunch", "proxy"),
+        *("--listen", f"{host}:{proxy.port}", "--policy", proxy.policy),
+        *("--admin-socket", str(admin_socket), "--drain-s", str(drain_s)),
+        *(word for upstream in upstreams for word in ("--upstream", upstream)),
+    ]
+    return LaunchSpec(
+        name=PROXY_NAME,
+        argv=tuple(argv),
+        host=proxy.host,
+        port=proxy.port,
+        cpus=proxy.cpus,
+        self_bind=bool(proxy.cpus),
+        health=HealthCheck(path="/health", start_timeout_s=60.0),
+        drain_s=drain_s,
+    )
+
+
+def _bound_by_us(spec: LaunchSpec) -> LaunchSpec:
+    """Take numactl out: the launcher binds the process itself before it executes it."""
+    first = next(i for i, word in enumerate(spec.argv) if i and not word.startswith("--"))
+    return replace(spec, argv=spec.argv[first:], self_bind=True)
