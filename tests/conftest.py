@@ -58,6 +58,20 @@ def corpus() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that expands a machine of tests/machines to a filesystem tree, once."""
+    from machines.build import build
+
+    folder = tmp_path_factory.mktemp("machines")
+
+    def expand(name: str) -> Path:
+        root = folder / name
+        return root if root.exists() else build(name, root)
+
+    return expand
+
+
 def run_zenlaunch(*args: str) -> Result:
     """Run the command line in this process, as the console script does."""
     from zenlaunch.__main__ import main

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from conftest import Result
-from machines.build import build
 
 CASES = sorted((Path(__file__).parent / "cases").rglob("*.yaml"))
 UPDATE = bool(os.environ.get("ZENLAUNCH_UPDATE_CASES"))
@@ -24,18 +23,6 @@ class _Literal(str):
 yaml.SafeDumper.add_representer(
     _Literal, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style="|")
 )
-
-
-@pytest.fixture(scope="session")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that expands a machine once."""
-    folder = tmp_path_factory.mktemp("machines")
-
-    def expand(name: str) -> Path:
-        root = folder / name
-        return root if root.exists() else build(name, root)
-
-    return expand
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)

@@ -1,7 +1,7 @@
 """Ask the installed vLLM what it would bind. Runs in vLLM's environment.
 
 Reads situations as JSON from standard input, each a list of CPUs (id, core, node), a mask, memory
-nodes and an environment; calls vLLM's own OMPProcessManager on each; prints the CPU ids of the engine
+nodes and an environment; calls vLLM's own OMPProcessManager on each; prints the CPUs of the engine
 threads and the reserved ones. Only the three functions that look at the machine are replaced.
 """
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import Result
-from machines.build import build, names
+from machines.build import names
 
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.probe.sysfs import read_sysfs
@@ -24,8 +23,6 @@ WISHES: dict[str, tuple[str, ...]] = {
     "reserve-0": ("--reserve-per-instance", "0"),
     "four-a-node": ("--instances-per-node", "4"),
 }
-# vLLM keeps lscpu's core number per CPU; here it is the lowest CPU of the core, as unique.
-SITUATIONS_PER_MACHINE = len(WISHES)
 
 
 def situations_of(tree: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -50,12 +47,12 @@ def situations_of(tree: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_vllm_binds_what_is_planned(
-    zenlaunch: Callable[..., Result], vllm_python: Path, tmp_path: Path
+    zenlaunch: Callable[..., Result], vllm_python: Path, trees: Callable[[str], Path]
 ) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
     situations: list[dict[str, Any]] = []
     for machine in names():
-        tree = build(machine, tmp_path / machine)
+        tree = trees(machine)
         for label, wish in WISHES.items():
             result = zenlaunch(
                 "plan", "m", "--weights", "1G", "--kv-cache", "1G", "--overhead", "0",
@@ -70,16 +67,7 @@ def test_vllm_binds_what_is_planned(
                 continue  # without nodes vLLM takes everything for node 0
             asked += [(f"{machine} {label}", i) for i in plan["instances"]]
             situations += situations_of(tree, plan)
-    done = subprocess.run(
-        [vllm_python, Path(__file__).with_name("bind_like_vllm.py")],
-        input=json.dumps(situations),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = json.loads(done.stdout)
+    answers = ask_vllm(vllm_python, situations)
     assert len(answers) == len(asked) > 500
     for (label, instance), answer in zip(asked, answers, strict=True):
         planned = CpuSet.parse(instance["ranks"][0]["cpus"])
@@ -90,23 +78,23 @@ def test_vllm_binds_what_is_planned(
             assert CpuSet(answer["reserved"]) == CpuSet.parse(instance["reserved_cpus"]), where
 
 
-@pytest.mark.parametrize(
-    ("env", "reason"),
-    [({}, "auto alone looks at node 0 whatever the mask is")],
-)
-def test_why_the_memory_node_is_named(
-    env: dict[str, str], reason: str, vllm_python: Path, tmp_path: Path
-) -> None:
+def test_why_the_memory_node_is_named(vllm_python: Path, trees: Callable[[str], Path]) -> None:
     """Without CPU_VISIBLE_MEMORY_NODES an instance on socket 1 gets no core at all."""
-    tree = build("epyc-9755-2s", tmp_path / "tree")
-    situation = situations_of(tree, {"instances": [{"cpus": "128-255", "env": env}]})
+    instance = {"cpus": "128-255", "env": {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}}
+    situations = situations_of(trees("epyc-9755-2s"), {"instances": [instance]})
+    assert ask_vllm(vllm_python, situations)[0]["engine"] == []
+
+
+def ask_vllm(python: Path, situations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run vLLM's binding code on each situation."""
     done = subprocess.run(
-        [vllm_python, Path(__file__).with_name("bind_like_vllm.py")],
-        input=json.dumps(situation),
+        [python, Path(__file__).with_name("bind_like_vllm.py")],
+        input=json.dumps(situations),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout)[0]["engine"] == [], reason
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers
