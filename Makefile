@@ -33,10 +33,10 @@ $(VLLM)/.ready: .venv/.installed scripts/install_vllm.sh scripts/tiny_model.py
 
 up: setup-vllm
 ifdef MODEL
-	@exec $(BIN)/zenlaunch up '$(MODEL)' --python $(VLLM)/bin/python --ask 'Say hello.'
+	@$(BIN)/zenlaunch up '$(MODEL)' --python $(VLLM)/bin/python --ask 'Say hello.' $(UP_FLAGS)
 else
-	@exec $(BIN)/zenlaunch up $(TINY) --python $(VLLM)/bin/python --ask 'Say hello.' \
-	  $(TINY_OPTIONS) -- --max-model-len 1024 --dtype bfloat16
+	@$(BIN)/zenlaunch up $(TINY) --python $(VLLM)/bin/python --ask 'Say hello.' \
+	  $(TINY_OPTIONS) $(UP_FLAGS) -- --max-model-len 1024
 endif
 
 lint: setup

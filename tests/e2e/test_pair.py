@@ -1,0 +1,252 @@
+"""The main job on real input: `make up`, two real vLLM instances, one endpoint.
+
+One start serves all tests of this file; the last one stops it. The environment is polluted, on
+purpose, with what install guides tell people to export.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import ROOT
+
+from zenlaunch.child import tree
+from zenlaunch.cpuset import CpuSet
+from zenlaunch.observe import threads_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+POLLUTED = {
+    "KMP_AFFINITY": "granularity=fine,compact,1,0",
+    "OMP_NUM_THREADS": "7",
+    "OMP_WAIT_POLICY": "ACTIVE",
+    "VLLM_PORT": "tcp://10.0.0.1:80",
+    "VLLM_CPU_KVCACHE_SPACE": "900",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-255",
+    "TORCHINDUCTOR_FREEZING": "1",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """A running `make up`."""
+
+    process: subprocess.Popen[bytes]
+    screen: Path
+    plan: dict[str, Any]
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.plan['proxy']['port']}"
+
+    def text(self) -> str:
+        return self.screen.read_text(errors="replace")
+
+    def metric(self, instance: dict[str, Any], name: str, label: str = "") -> float:
+        """Sum one series of one instance, asked directly."""
+        text = httpx.get(f"http://127.0.0.1:{instance['port']}/metrics").text
+        rows = [r for r in text.splitlines() if r.startswith(name) and label in r]
+        return sum(float(r.rpartition(" ")[2]) for r in rows)
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` free ports in a row."""
+    for first in range(18000, 30000, 100):
+        socks = [socket.socket() for _ in range(count)]
+        try:
+            for k, s in enumerate(socks):
+                s.bind(("127.0.0.1", first + k))
+            return first
+        except OSError:
+            continue
+        finally:
+            for s in socks:
+                s.close()
+    raise AssertionError("no free ports")
+
+
+def wait_for(check: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until `check` is true."""
+    until = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)  # between two looks; the deadline is above
+
+
+@pytest.fixture(scope="module")
+def pair(
+    vllm_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    port = free_ports(3)
+    flags = f"--name pair-{os.getpid()} --port {port} --base-port {port + 1}"
+    environ = os.environ | POLLUTED | {
+        "XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / "cache"), "MAKEFLAGS": "",
+    }  # fmt: skip
+    screen = folder / "screen.txt"
+    with screen.open("wb") as out:
+        process = subprocess.Popen(
+            ["make", "up", f"UP_FLAGS={flags}"],
+            cwd=ROOT,
+            env=environ,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    plan = json.loads(
+        subprocess.run(
+            [ROOT / ".venv/bin/zenlaunch", "plan", ".cache/tiny-llama", "--json",
+             "--python", str(vllm_python), "--instances-per-node", "2", "--kv-cache", "512M",
+             "--overhead", "2G", "--port", str(port), "--base-port", str(port + 1),
+             "--", "--max-model-len", "1024"],
+            capture_output=True, check=True, cwd=ROOT,
+        ).stdout
+    )  # fmt: skip
+    running = Pair(process=process, screen=screen, plan=plan, folder=folder)
+    try:
+        wait_for(
+            lambda: process.poll() is not None or "'Say hello.' ->" in running.text(),
+            600,
+            running.text(),
+        )
+        assert process.poll() is None, running.text()
+        yield running
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+
+
+def test_screen_shows_the_map_and_the_proof(pair: Pair) -> None:
+    text = pair.text()
+    assert re.search(r"node 0 +Ab", text)
+    assert len(re.findall(r"ready +\d+ s +1/1 threads on plan, (99|100)\.\d% of pages", text)) == 2
+    assert re.search(r"'Say hello\.' -> i[01]: ", text)
+    assert "warning" not in text, text
+
+
+def test_real_client_reaches_both_instances(pair: Pair) -> None:
+    client = openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+    before = [pair.metric(i, "vllm:request_success_total") for i in pair.plan["instances"]]
+    for _ in range(4):
+        chat = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Hello."}], max_tokens=8
+        )
+        assert chat.usage is not None
+        assert chat.usage.completion_tokens <= 8
+    stream = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Hi"}], max_tokens=16, stream=True
+    )
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+    text = client.completions.create(model=model, prompt="One engine", max_tokens=4)
+    assert text.choices[0].finish_reason in ("length", "stop")
+    after = [pair.metric(i, "vllm:request_success_total") for i in pair.plan["instances"]]
+    assert all(b > a for a, b in zip(before, after, strict=True)), (before, after)
+    assert sum(after) - sum(before) == 6
+
+
+def test_threads_are_where_the_plan_has_them(pair: Pair) -> None:
+    status = {name: int(pid) for name, pid in _main_pids(pair).items()}
+    seen = CpuSet()
+    for instance in pair.plan["instances"]:
+        planned = CpuSet.parse(instance["cpus"])
+        pids = tree(status[instance["name"]])
+        assert len(pids) >= 3  # API server, engine core, worker
+        threads = [t for pid in pids for t in threads_of(pid)]
+        assert len(threads) > 20
+        assert all(t.cpus <= planned for t in threads)
+        assert seen.isdisjoint(planned)
+        seen |= planned
+
+
+def test_polluted_environment_is_cleaned(pair: Pair) -> None:
+    for instance in pair.plan["instances"]:
+        pid = _main_pids(pair)[instance["name"]]
+        raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        env = dict(pair_.decode().partition("=")[::2] for pair_ in raw if pair_)
+        for name in POLLUTED:
+            assert name not in env, name
+        for name, value in instance["env"].items():
+            assert env[name] == value
+
+
+def test_client_that_leaves_frees_the_engine(pair: Pair) -> None:
+    def running() -> float:
+        return sum(pair.metric(i, "vllm:num_requests_running") for i in pair.plan["instances"])
+
+    model = httpx.get(f"{pair.url}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert running() == 1
+    wait_for(lambda: running() == 0, 5, "the engine goes on for nobody")
+    status = httpx.get(f"{pair.url}/zenlaunch/status").json()
+    assert all(u["in_flight"] == 0 for u in status["upstreams"])
+
+
+def test_ctrl_c_leaves_nothing(pair: Pair) -> None:
+    pids = {p for pid in _main_pids(pair).values() for p in tree(int(pid))}
+    assert len(pids) >= 6
+    os.killpg(pair.process.pid, signal.SIGINT)
+    assert pair.process.wait(120) != 0
+    assert "stopping (SIGINT)" in pair.text()
+    left = [p for p in pids if Path(f"/proc/{p}").exists()]
+    assert not left, [Path(f"/proc/{p}/cmdline").read_bytes() for p in left]
+    for instance in pair.plan["instances"]:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(("127.0.0.1", instance["port"]))
+
+
+def _main_pids(pair: Pair) -> dict[str, int]:
+    """Find the main process of each instance by the marker in its environment and its parent."""
+    found: dict[str, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        for instance in pair.plan["instances"]:
+            port = str(instance["port"]).encode()
+            if b"api_server" in command and b"--port\0" + port + b"\0" in command:
+                found[instance["name"]] = int(entry.name)
+    return found
+
+
+def test_engine_that_dies_while_starting(
+    vllm_python: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_ports(3)
+    done = subprocess.run(
+        [ROOT / ".venv/bin/zenlaunch", "up", str(tiny_model), "--python", str(vllm_python),
+         "--instances-per-node", "2", "--kv-cache", "512M", "--overhead", "2G",
+         "--port", str(port), "--base-port", str(port + 1), "--name", f"dies-{os.getpid()}",
+         "--", "--max-model-len", "4096"],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path),
+                          "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert "died while starting" in done.stderr or "was ended while starting" in done.stderr
+    assert "--max-model-len is longer than the model's own limit" in done.stderr
+    assert "max_model_len (4096)" in done.stderr  # the line that says so
