@@ -87,7 +87,8 @@ def test_pipelined_requests_are_answered_in_order(shared: Pair) -> None:
             out += POST + f"x-tag: {at}\r\nx-request-id: r{at}\r\n"
             out += f"content-length: {len(body)}\r\n\r\n{body}"
             if at % 4 == 0:
-                out += "GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"
+                out += "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+                out += "GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"
         client.raw(out)
         for at in range(20):
             response = client.read()
@@ -220,7 +221,7 @@ def test_h2_preface_and_unknown_routes(shared: Pair) -> None:
         client.raw("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         assert client.read().status == 505
     for path in ("/collective_rpc", "/v1/../collective_rpc", "/%63ollective_rpc", "/sleep", "/x",
-                 "//collective_rpc", "/COLLECTIVE_RPC", "/v1/load_lora_adapter", "/invocations"):  # fmt: skip
+                 "//collective_rpc", "/COLLECTIVE_RPC", "/v1/load_lora_adapter"):  # fmt: skip
         response = proxy.request("POST", path, {})
         assert response.status == 404
         assert response.error["code"] == "not_found"
@@ -273,7 +274,7 @@ def test_bytes_on_an_idle_connection_close_it(shared: Pair) -> None:
         "HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\na",
         "HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\n\r\n",
-        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n\r\nzz\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )  # fmt: skip
 def test_upstream_garbage_is_502(shared: Pair, raw: str) -> None:
@@ -290,9 +291,12 @@ def test_an_engine_that_answers_before_it_has_read_everything(shared: Pair) -> N
         folder.mkdir()
         url = f"http://127.0.0.1:{early.getsockname()[1]}"
 
+        kept: list[socket.socket] = []
+
         def serve() -> None:
             while True:
                 connection, _ = early.accept()
+                kept.append(connection)
                 data = connection.recv(1000)
                 if not data:
                     return
@@ -312,6 +316,10 @@ def test_an_engine_that_answers_before_it_has_read_everything(shared: Pair) -> N
             until(door.idle)
         finally:
             door.stop()
+            Client(early.getsockname()[1]).sock.close()  # the last one, that ends the thread
+            thread.join(5)
+            for connection in kept:
+                connection.close()
 
 
 # -- slow clients

@@ -1,0 +1,104 @@
+"""Joining expositions, histograms, keys and peers: small tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from zenlaunch.errors import ProxyError
+from zenlaunch.proxy.http1 import parse_request_head
+from zenlaunch.proxy.metrics import SECONDS, Aggregate, Histogram
+from zenlaunch.proxy.trust import KeyRing, Peers, forwarded_fields, load_keys, parse_keys
+
+ONE = """# HELP a_total A thing.
+# TYPE a_total counter
+a_total{engine="0"} 1.0
+a_total 2.0
+# HELP h H.
+# TYPE h histogram
+h_bucket{le="0.5"} 1
+h_bucket{le="+Inf"} 2
+h_sum 3
+h_count 2
+# TYPE g gauge
+g{} 7 1700000000000
+g{instance="x",text="instance=\\"y\\",} # TYPE"} 8
+"""
+
+
+def test_join_two_instances() -> None:
+    joined = Aggregate()
+    joined.add("i0", ONE)
+    joined.add("i1", ONE + "untyped_one 5\n")
+    text = joined.text()
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert [f.type for f in families.values()] == ["counter", "histogram", "gauge", "unknown"]
+    assert text.count("# TYPE a_total") == text.count("# HELP h ") == 1
+    for family in families.values():
+        assert {s.labels["instance"] for s in family.samples} <= {"i0", "i1"}
+    assert len(families["a"].samples) == 4
+    assert len(families["h"].samples) == 8
+    odd = [s for s in families["g"].samples if "exported_instance" in s.labels]
+    assert [s.labels["exported_instance"] for s in odd] == ["x", "x"]
+    assert odd[0].labels["text"] == 'instance="y",} # TYPE'
+
+
+def test_nothing_joins_to_nothing() -> None:
+    assert Aggregate().text() == ""
+
+
+def test_histograms_are_cumulative() -> None:
+    histogram = Histogram()
+    for value in (0.0, 0.001, 0.0011, 1e9):
+        histogram.observe(value)
+    buckets = histogram.buckets()
+    assert buckets[0] == ("0.001", 2)
+    assert buckets[1] == ("0.0025", 3)
+    assert buckets[-1] == ("+Inf", 4)
+    assert len(buckets) == len(SECONDS) + 1
+
+
+def test_keys() -> None:
+    text = "# c\nalice: k1\n\n k2 , bob:k3\n"
+    keys = parse_keys(text)
+    assert keys == (("alice", "k1"), ("key2", "k2"), ("bob", "k3"))
+    ring = KeyRing(keys)
+    assert [ring.name_of(k) for k in (b"k1", b"k2", b"k3", b"k4", b"")] == [
+        "alice", "key2", "bob", None, None]  # fmt: skip
+    assert "k1" not in repr(ring)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a: b")
+    assert len(load_keys(file, "c,d")) == 3
+    assert len(load_keys(None, None)) == 0
+    file.write_text("# only a comment\n")
+    with pytest.raises(ProxyError, match="holds no API key"):
+        load_keys(file, None)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ProxyError, match="not text"):
+        load_keys(file, None)
+
+
+@pytest.mark.parametrize(
+    ("networks", "peer", "trusted"),
+    [
+        ((), "127.0.0.1", False),
+        (("10.0.0.0/8",), "10.1.2.3", True),
+        (("10.0.0.0/8",), "11.0.0.1", False),
+        (("::1",), "::1", True),
+        (("10.0.0.0/8",), "local", False),
+        (("10.0.0.1/8",), "::1", False),
+    ],
+)
+def test_peers(networks: tuple[str, ...], peer: str, trusted: bool) -> None:
+    assert Peers(networks).trusts(peer) is trusted
+
+
+def test_forwarded_host_of_a_trusted_peer() -> None:
+    head = parse_request_head(b"GET / HTTP/1.1\r\nHost: inner\r\nX-Forwarded-Host: outer")
+    assert b"x-forwarded-host: outer\r\n" in forwarded_fields(head, peer="a", trusted=True)
+    assert b"x-forwarded-host: inner\r\n" in forwarded_fields(head, peer="a", trusted=False)
