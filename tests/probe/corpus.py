@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDER = Path(os.environ.get("ZENLAUNCH_CORPUS", REPOSITORY.parent / "shared" / "topologies"))
+FOLDER = Path(os.environ.get("ZENLAUNCH_CORPUS") or REPOSITORY.parent / "shared" / "topologies")
 ABSENT = f"no topology corpus in {FOLDER} (set ZENLAUNCH_CORPUS)"
 # How the index marks what cannot be read on purpose.
 _REFUSALS = ("must stop", "must fail", "must refuse", "NOT parsable")

@@ -53,7 +53,7 @@ def read_machine(tree: Tree, *, arch: str | None) -> Machine:
     # arm64 names no model; "cpu" is a count on sparc only in other keys, a model on power and s390.
     model = next((first[k] for k in _MODEL_KEYS if first.get(k)), None)
     return Machine(
-        arch=arch or _arch(first, flags or []),
+        arch=arch or _arch(first, flags or [], tree.text("sys/kernel/cpu_byteorder")),
         vendor=vendor,
         model=model,
         avx512=None if flags is None else "avx512f" in flags,
@@ -88,7 +88,7 @@ def _number(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch(r"-?\d{1,9}", text) else None
 
 
-def _arch(first: Mapping[str, str], flags: list[str]) -> str | None:
+def _arch(first: Mapping[str, str], flags: list[str], byte_order: str | None) -> str | None:
     """Name the architecture by the keys only its kernel prints; None where they do not tell."""
     vendor = first.get("vendor_id", "")
     if first.get("arch") == "IA-64":
@@ -104,7 +104,7 @@ def _arch(first: Mapping[str, str], flags: list[str]) -> str | None:
     if "(pvr" in first.get("revision", "") and not first.get("cpu", "").startswith("POWER"):
         return "ppc"
     if first.get("cpu", "").upper().startswith(("POWER", "PPC", "CELL")):
-        return "ppc64le" if "little" in first.get("machine", "").lower() else "ppc64"
+        return "ppc64le" if byte_order == "little" else "ppc64"
     if "sparc" in first.get("cpu", "").lower() or first.get("type", "").startswith("sun4"):
         return "sparc64"
     return None

@@ -36,7 +36,10 @@ _TOPOLOGY_FILES = (
 _CACHE_FILES = ("id", "level", "type", "size", "shared_cpu_list", "shared_cpu_map")
 _NODES_FILES = ("online", "possible", "has_cpu", "has_memory", "has_normal_memory")
 _NODE_FILES = ("cpulist", "cpumap", "distance", "meminfo")
-_KIND_FILES = ("sys/devices/cpu_core/cpus", "sys/devices/cpu_atom/cpus")
+_OTHER_FILES = (
+    *("sys/devices/cpu_core/cpus", "sys/devices/cpu_atom/cpus"),
+    "sys/kernel/cpu_byteorder",
+)
 # The keys that `cpuinfo` and `conflicts` read; everything else in that file stays.
 _CPUINFO_KEYS = frozenset(
     [
@@ -132,7 +135,7 @@ def _paths(tree: Tree) -> Iterator[str]:
     yield from (f"{_NODE}/{name}" for name in _NODES_FILES)
     for node in tree.numbered(_NODE, "node"):
         yield from (f"{_NODE}/node{node}/{name}" for name in _NODE_FILES)
-    yield from _KIND_FILES
+    yield from _OTHER_FILES
 
 
 def _keep(text: str, keys: frozenset[str]) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zenlaunch.cpuset import EMPTY, MAX_ID, CpuSet
+from zenlaunch.cpuset import EMPTY, MAX_ID, CpuSet, union
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.source import Source
 from zenlaunch.topology import Core, Machine, Note, NumaNode, Package, Severity, Topology
@@ -25,6 +25,8 @@ LINES = re.compile(
 _NODE = re.compile(r"NUMA node(\d{1,5}) CPU\(s\)")
 # "8 // a remark": texts are pasted into notes, and the notes into texts.
 _COUNT = re.compile(r"(\d{1,6})(?![\d.\w])")
+# util-linux before 2.18.
+_OLD_NAMES = {"CPU socket(s)": "Socket(s)"}
 # No processor has more; a Xen guest prints its 16 virtual CPUs as the threads of one core.
 _MOST_THREADS = 8
 
@@ -74,7 +76,7 @@ def from_fields(source: Source, fields: list[Field], *, origin: str) -> Topology
     """Make the topology of one machine's fields."""
     by_name: dict[str, list[Field]] = {}
     for f in fields:
-        by_name.setdefault(f.name, []).append(f)
+        by_name.setdefault(_OLD_NAMES.get(f.name, f.name), []).append(f)
     notes: list[Note] = []
     online, offline = _cpus(source, by_name)
     nodes = _nodes(source, by_name, online, offline or EMPTY, notes)
@@ -142,12 +144,12 @@ def _cpus(source: Source, by_name: Mapping[str, list[Field]]) -> tuple[CpuSet, C
     """Return the online and the offline CPUs."""
     total_field = _single(source, by_name, "CPU(s)")
     total = _count(source, total_field)
-    listed = _set(source, by_name, "On-line CPU(s)")
+    listed = _set(source, by_name, "On-line CPU(s)") or _all_in_nodes(source, by_name, total)
     offline = _set(source, by_name, "Off-line CPU(s)")
     if listed is None or not listed[1]:
         at = listed[0] if listed else total_field.line if total_field else len(source.lines)
         if total:
-            raise source.wrong(at, "the text has no line `On-line CPU(s) list:`")
+            raise source.wrong(at, "the text does not list its CPUs (`On-line CPU(s) list:`)")
         raise source.wrong(
             at,
             "lscpu found no CPU here, as in some containers",
@@ -168,6 +170,15 @@ def _cpus(source: Source, by_name: Mapping[str, list[Field]]) -> tuple[CpuSet, C
         at = total_field.line if total_field else 1
         raise source.wrong(at, f"{total} CPUs are announced, {len(online)} are on-line")
     return online, rest
+
+
+def _all_in_nodes(
+    source: Source, by_name: Mapping[str, list[Field]], total: int | None
+) -> tuple[int, CpuSet] | None:
+    """Return the CPUs of the nodes, where an old lscpu lists no others and none is missing."""
+    fields = [by_name[name][0] for name in by_name if _NODE.fullmatch(name)]
+    cpus = union(source.cpus(f.line, f.value) for f in fields if not f.value.startswith("0x"))
+    return (fields[0].line, cpus) if total and len(cpus) == total else None
 
 
 def _set(

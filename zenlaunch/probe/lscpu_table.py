@@ -225,7 +225,7 @@ def _cores(up: list[_Row], notes: list[Note]) -> list[CpuSet]:
     for row in up:
         groups.setdefault((row.socket, row.node, row.core), []).append(row)
     # The siblings of a core share its L2, but for the large cores of some POWER.
-    apart = [g for g in groups.values() if len({row.l2 for row in g}) > 1]
+    apart = [g for g in groups.values() if len({row.l2 for row in g} - {None}) > 1]
     if apart:
         cpus = CpuSet(row.cpu for row in apart[0])
         notes.append(
