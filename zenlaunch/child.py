@@ -33,7 +33,7 @@ SHIM = Path(__file__).with_name("shim.py")
 PR_SET_CHILD_SUBREAPER = 36
 PIPE_BYTES = 1 << 20  # an engine is not held up by a pause of the event loop
 READ_BYTES = 1 << 18
-SHIM_PATIENCE_S = 10.0
+SHIM_PATIENCE_S = 5.0
 
 _shims: set[int] = set()
 

@@ -73,7 +73,8 @@ async def while_serving(
 
 
 async def _answers(spec: LaunchSpec, http: checks.Http, *, any_answer: bool) -> bool:
-    answer = await http.get(spec.health.path)
+    patience_s = max(1.0, min(10.0, spec.health.hang_s / MISSES))
+    answer = await http.get(spec.health.path, timeout_s=patience_s)
     return answer is not None and (any_answer or answer[0] == 200)
 
 
