@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("watch", "crash"),
     ("runs",),
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
-    ("compose", "commands"),
+    ("compose", "commands", "detach"),
     ("output", "up"),
     ("cli",),
     ("__main__",),

@@ -188,6 +188,13 @@ class Child:
         self = cls(name, marker)
         self._on_output = on_output
         ours, theirs = socket.socketpair()
+        # From the spawn on there must be no way out that forgets the shim: so this comes first.
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
         out_r, out_w = os.pipe()
         with contextlib.suppress(OSError):  # above the limit of an unprivileged user
             fcntl.fcntl(out_r, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -206,7 +213,7 @@ class Child:
                 start_new_session=True,
             )
         except OSError as e:
-            ours.close()
+            self._writer.close()
             os.close(out_r)
             raise LaunchError(f"{name}: cannot start {sys.executable}: {e.strerror}") from e
         finally:
@@ -217,7 +224,6 @@ class Child:
         os.set_blocking(out_r, False)
         self._output = out_r
         asyncio.get_running_loop().add_reader(out_r, self._read_output)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(
             {
                 "argv": argv,

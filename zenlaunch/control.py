@@ -48,24 +48,35 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
             writer.close()
 
     server_socket = socket.socket(socket.AF_UNIX)
-    old_mask = os.umask(0o177)
+    with contextlib.ExitStack() as stack:
+        old_mask = os.umask(0o177)
+        try:
+            server_socket.bind(stack.enter_context(_reachable(path)))
+        except OSError as e:
+            server_socket.close()
+            raise LaunchError(f"cannot make the control socket {path}: {e.strerror or e}") from e
+        finally:
+            os.umask(old_mask)
+        server = await asyncio.start_unix_server(serve, sock=server_socket)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in tuple(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _reachable(path: Path) -> Iterator[str]:
+    """Give an address for a socket whose path may be longer than the 107 bytes of an address."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        server_socket.bind(str(path))
-    except OSError as e:
-        server_socket.close()
-        raise LaunchError(f"cannot make the control socket {path}: {e.strerror or e}") from e
+        yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
-        os.umask(old_mask)
-    server = await asyncio.start_unix_server(serve, sock=server_socket)
-    try:
-        yield
-    finally:
-        server.close()
-        for task in tuple(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        with contextlib.suppress(OSError):
-            path.unlink()
+        os.close(folder)
 
 
 async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
@@ -88,7 +99,8 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> d
     try:
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(timeout_s)
-            s.connect(str(path))
+            with _reachable(path) as address:
+                s.connect(address)
             s.sendall(json.dumps(request).encode() + b"\n")
             with s.makefile("rb") as lines:
                 line = lines.readline(ANSWER_BYTES)

@@ -102,7 +102,13 @@ class Run:
     def begin(self) -> asyncio.Task[None]:
         """Start; the task ends when nothing of the run is left, after `Exited` was posted."""
         self.task = asyncio.get_running_loop().create_task(self._live())
+        self.task.add_done_callback(self._over)
         return self.task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        # Not in the task itself: one that is cancelled before its first step runs nothing.
+        self._record(*self._lines.flush())
+        self._around.post(lc.Exited(self.spec.name, jitter=self._around.chance()))
 
     def signal(self, number: int) -> None:
         if self.child is not None:
@@ -175,8 +181,6 @@ class Run:
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            self._record(*self._lines.flush())
-            around.post(lc.Exited(spec.name, jitter=around.chance()))
 
     async def _wait_for_memory(self) -> None:
         """Wait until the nodes have the memory, since pages of an ended run go away slowly.

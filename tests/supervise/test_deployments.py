@@ -17,11 +17,13 @@ import pytest
 
 from supervise.test_outlive import TREE, Up, wait
 from supervise.world import Running, deployment, engine
-from zenlaunch import child, commands, control, deployments
+from zenlaunch import child, commands, control, deployments, detach
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError
 from zenlaunch.lifecycle import State
 from zenlaunch.spec import LaunchSpec
+
+HERE = Path(__file__).parent
 
 
 def spec(name: str = "i0", **fields: Any) -> LaunchSpec:
@@ -242,3 +244,29 @@ def test_an_owner_is_known_beyond_the_reuse_of_its_pid() -> None:
     assert not child.is_alive(f"{namespace}/{pid}/{int(began) + 1}")
     assert not child.is_alive(f"{namespace}/{0x7FFFFFFF}/1")
     assert child.is_alive(f"pid:[1]/{pid}/1")  # another namespace: not ours to judge
+
+
+def test_a_detached_one_is_waited_for_and_ended(tmp_path: Path) -> None:
+    argv = [sys.executable, str(HERE / "up.py"), str(tmp_path), "far"]
+    socket_path = tmp_path / "far/control.sock"
+    seen: list[str] = []
+    environ = dict(os.environ) | {"PYTHONPATH": str(HERE.parent)}
+
+    def start(*words: str, to: str = "out") -> subprocess.Popen[bytes]:
+        return detach.start([*argv, *words], output=tmp_path / to, environ=environ)
+
+    process = start("2")
+    code = detach.wait_ready(process, socket_path, on_status=lambda s: seen.append(s["state"]))
+    assert code is None
+    assert seen[-1] == "ready"
+    one = deployments.find(tmp_path, "far")
+    assert one.pid == process.pid
+    assert start("2", to="out2").wait(20) == 1
+    assert "the deployment 'far' is up already" in (tmp_path / "out2").read_text()
+    control.ask(socket_path, {"do": "down"})
+    assert deployments.wait_gone(one, timeout_s=20)
+    assert process.wait(20) == 0
+    bad = start("1", "--exit-after", "0", "--never-listen")
+    assert detach.wait_ready(bad, socket_path) == 6
+    with pytest.raises(LaunchError, match="cannot start /no/such in the background"):
+        detach.start(["/no/such"], output=tmp_path / "out")

@@ -500,3 +500,28 @@ def test_a_binding_that_the_kernel_refuses_is_named(tmp_path: Path) -> None:
         assert "sched_setaffinity to [1000]: Invalid argument" in outcome.error.message
 
     go(scene())
+
+
+def test_a_hangup_of_a_detached_one_goes_to_the_proxy(tmp_path: Path) -> None:
+    async def scene() -> None:
+        wanted = deployment(tmp_path, engine("i0"), proxy=door(tmp_path), hangup_stops=False)
+        async with Running(wanted) as r:
+            await r.all_ready()
+            os.kill(os.getpid(), signal.SIGHUP)
+            await r.until(lambda: "got SIGHUP" in r.log("proxy"))
+            assert {m.state for m in r.supervisor.status()} == {State.READY}
+
+    go(scene())
+
+
+def test_a_stop_right_after_the_begin_ends_at_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        for pauses in range(12):
+            async with Running(deployment(tmp_path, engine("i0"), engine("i1"))) as r:
+                for _ in range(pauses):
+                    await asyncio.sleep(0)
+                r.supervisor.stop(hurry=True)
+                assert (await r.outcome(timeout_s=10)).exit_code == 0
+            assert left_of("test/") == []
+
+    go(scene())
