@@ -10,6 +10,7 @@ SReclaimable of the node.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import httpx
 
 _FREE_KEYS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
 _LISTEN = "0A"
 # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING
 _CLOSING = frozenset({"04", "05", "06", "07", "08", "09", "0B"})
@@ -128,19 +130,24 @@ def foreign_listener(port: int, own: Iterable[int]) -> int | None:
 
 def node_free_bytes(node: int, sysroot: Path = Path("/")) -> int | None:
     """Return what a node can give to an engine now; None where the kernel does not say."""
+    values = _node_meminfo(node, sysroot)
+    if "MemFree" not in values:
+        return None
+    return sum(values.get(key, 0) for key in _FREE_KEYS)
+
+
+def _node_meminfo(node: int, sysroot: Path) -> dict[str, int]:
     try:
         text = (sysroot / f"sys/devices/system/node/node{node}/meminfo").read_text()
     except OSError:
-        return None
+        return {}
     values = {}
     for line in text.splitlines():
         # "Node 0 MemFree:  123 kB"
         fields = line.split()
         if len(fields) >= 4:
             values[fields[2].rstrip(":")] = int(fields[3]) * 1024
-    if "MemFree" not in values:
-        return None
-    return sum(values.get(key, 0) for key in _FREE_KEYS)
+    return values
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
@@ -153,8 +160,25 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def metric(text: str, name: str) -> float | None:
+def memory_policy_allowed() -> bool:
+    """Say whether this process may set memory policies.
+
+    Containers filter the whole family of system calls, so that reading the own policy tells.
+    """
+    number = GET_MEMPOLICY.get(os.uname().machine)
+    if number is None:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.syscall(
+        ctypes.c_long(number), None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0)
+    )
+    return bool(done == 0)
+
+
+def metric(text: str, name: str | None) -> float | None:
     """Sum the samples of one series in Prometheus text; None where it does not occur."""
+    if name is None:
+        return None
     found = False
     total = 0.0
     for line in text.splitlines():
@@ -216,3 +240,8 @@ def connect_host(host: str) -> str:
     """Return where to connect, as a URL spells it, to reach a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
+
+
+def node_total_bytes(node: int, sysroot: Path = Path("/")) -> int | None:
+    """Return the size of a node's memory; None where the kernel does not say."""
+    return _node_meminfo(node, sysroot).get("MemTotal")

@@ -26,12 +26,14 @@ from typing import Any
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError
 
+# In the environment of every process of an instance: DEPLOYMENT/NAME/UUID, and who started it.
 MARKER = "ZENLAUNCH_INSTANCE"
+OWNER = "ZENLAUNCH_OWNER"
 SHIM = Path(__file__).with_name("shim.py")
 PR_SET_CHILD_SUBREAPER = 36
 PIPE_BYTES = 1 << 20  # an engine is not held up by a pause of the event loop
 READ_BYTES = 1 << 18
-SHIM_PATIENCE_S = 10.0
+SHIM_PATIENCE_S = 5.0
 
 _shims: set[int] = set()
 
@@ -75,21 +77,58 @@ def tree(root: int, rows: list[Process] | None = None) -> list[int]:
     return found
 
 
-def marker_of(pid: int) -> str | None:
-    """Return the instance marker in a process's environment.
+def marks_of(pid: int) -> tuple[str | None, str | None]:
+    """Return (instance marker, owner) from a process's environment.
 
-    None where there is none, or where the program has overwritten its environment area (as
+    None where there are none, or where the program has overwritten its environment area (as
     setproctitle does).
     """
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
-        return None
+        return None, None
+    found = {}
     for entry in environ.split(b"\0"):
         name, _, value = entry.partition(b"=")
-        if name == MARKER.encode():
-            return value.decode(errors="replace")
-    return None
+        if name in (MARKER.encode(), OWNER.encode()):
+            found[name.decode()] = value.decode(errors="replace")
+    return found.get(MARKER), found.get(OWNER)
+
+
+def marker_of(pid: int) -> str | None:
+    """Return the instance marker in a process's environment, if it is to be found there."""
+    return marks_of(pid)[0]
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since boot; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[19])
+    except (OSError, IndexError):
+        return None
+
+
+def pid_namespace() -> str:
+    """Return the name of our pid namespace: pids of another one mean other processes."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return "pid:[?]"
+
+
+def own_id() -> str:
+    """Return what names this process beyond the reuse of its pid."""
+    return f"{pid_namespace()}/{os.getpid()}/{start_time(os.getpid())}"
+
+
+def is_alive(owner: str) -> bool:
+    """Say whether the process of an `own_id` lives; one of another namespace is taken for alive."""
+    namespace, _, rest = owner.partition("/")
+    pid, _, began = rest.partition("/")
+    if namespace != pid_namespace() or not pid.isdigit():
+        return True
+    return str(start_time(int(pid))) == began
 
 
 def become_subreaper() -> bool:
@@ -149,11 +188,19 @@ class Child:
         self = cls(name, marker)
         self._on_output = on_output
         ours, theirs = socket.socketpair()
+        # From the spawn on there must be no way out that forgets the shim: so this comes first.
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
         out_r, out_w = os.pipe()
         with contextlib.suppress(OSError):  # above the limit of an unprivileged user
             fcntl.fcntl(out_r, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         # The program's environment goes over the socket, not through the shim: preloaded libraries
         # and Python settings are meant for the program. What the shim needs is to be found.
+        marks = {MARKER: marker, OWNER: own_id()}
         shim_env = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")}
         try:
             self._popen = subprocess.Popen(
@@ -161,12 +208,12 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out_w,
                 stderr=out_w,
-                env=shim_env | {MARKER: marker},
+                env=shim_env | marks,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         except OSError as e:
-            ours.close()
+            self._writer.close()
             os.close(out_r)
             raise LaunchError(f"{name}: cannot start {sys.executable}: {e.strerror}") from e
         finally:
@@ -177,11 +224,10 @@ class Child:
         os.set_blocking(out_r, False)
         self._output = out_r
         asyncio.get_running_loop().add_reader(out_r, self._read_output)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(
             {
                 "argv": argv,
-                "env": dict(env) | {MARKER: marker},
+                "env": dict(env) | marks,
                 "cwd": str(cwd) if cwd else None,
                 "cpus": list(cpus) if cpus else None,
                 "mem_nodes": list(mem_nodes) if mem_nodes else None,
@@ -200,13 +246,13 @@ class Child:
             raise LaunchError(f"{name} cannot be started: {error}")
         return self
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the main process, and to no other."""
-        self._send({"do": "term"})
+    def signal(self, number: int) -> None:
+        """Send a signal to the main process, and to no other."""
+        self._send({"signal": int(number)})
 
     def kill(self) -> None:
         """SIGKILL the whole tree; `gone` is set when nothing is left."""
-        self._send({"do": "kill"})
+        self._send({"kill": True})
         self._run(self._insist())
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -33,10 +33,11 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawned:
-    """A member's main process runs; `phase` events follow."""
+    """A member's main process runs; `session` is the kernel's session id of its tree."""
 
     name: str
     pid: int
+    session: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,15 +155,30 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:
-    """What `zenlaunch status` shows of a member; `since_s` is the time in the present state."""
+    """What `zenlaunch status` shows of a member; `since_s` is the time in the present state.
+
+    `session` is the kernel's session id of its tree, by which orphans of it are known.
+    """
 
     name: str
     role: Role
     state: State
     phase: str | None
     pid: int | None
+    session: int | None
+    resident_bytes: int | None
     host: str
     port: int
     since_s: float
     restarts: int
     ready_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an engine says of its work; None where it does not say. `kv_usage` is a share of 1."""
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None
+    tokens_per_second: float | None = None

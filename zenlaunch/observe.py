@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zenlaunch import checks
 from zenlaunch.child import tree
 from zenlaunch.cpuset import EMPTY, CpuSet, union
 from zenlaunch.spec import LaunchSpec
@@ -328,6 +329,59 @@ def verify(
 
 def _base(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A cheap look at a tree, for the periodic check; None where nothing could be seen."""
+
+    threads: int
+    threads_off_plan: int
+    remote_page_ratio: float | None
+
+
+def look(
+    spec: LaunchSpec, pid: int, *, samples: int = 4096, chance: random.Random | None = None
+) -> Look:
+    """Look at all threads and at a sample of the pages of the tree under `pid`.
+
+    The samples are dealt out over its processes by their resident memory.
+    """
+    pids = tree(pid)
+    threads = [t for p in pids for t in threads_of(p)]
+    off_plan = sum(1 for t in threads if spec.cpus and not t.cpus <= spec.cpus)
+    sizes = {p: checks.resident_bytes([p]) for p in pids}
+    total = sum(sizes.values())
+    away = near = 0.0
+    for one, size in sizes.items():
+        count = samples * size // total if total and spec.mem_nodes else 0
+        if not count:
+            continue
+        ratio = sample_pages(one, count, chance=chance).local_ratio(spec.mem_nodes)
+        if ratio is not None:
+            near += ratio * size
+            away += (1 - ratio) * size
+    remote = away / (near + away) if near + away else None
+    return Look(threads=len(threads), threads_off_plan=off_plan, remote_page_ratio=remote)
+
+
+def drift(old: Look | None, new: Look) -> str | None:
+    """Say in words what has become worse since the last look; None where nothing has."""
+    words = []
+    before = old.threads_off_plan if old else 0
+    if new.threads_off_plan > before:
+        words.append(
+            f"{new.threads_off_plan} of {new.threads} threads may run off the plan "
+            f"(before: {before}): a cpuset or affinity that was changed under them"
+        )
+    bad = 1 - LOCAL_ENOUGH
+    was_bad = old is not None and (old.remote_page_ratio or 0) > bad
+    if new.remote_page_ratio is not None and new.remote_page_ratio > bad and not was_bad:
+        words.append(
+            f"{100 * new.remote_page_ratio:.1f} % of the pages are on other nodes: "
+            "NUMA balancing, migratepages, or a cpuset"
+        )
+    return "; ".join(words) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

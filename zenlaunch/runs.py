@@ -18,13 +18,23 @@ from zenlaunch import checks, compiled, crash, watch
 from zenlaunch import lifecycle as lc
 from zenlaunch.child import Child, describe_status, tree
 from zenlaunch.errors import LaunchError
-from zenlaunch.events import BecameReady, Event, Failed, LogLines, PhaseReached, Spawned, Warned
+from zenlaunch.events import (
+    BecameReady,
+    Event,
+    Failed,
+    Load,
+    LogLines,
+    PhaseReached,
+    Spawned,
+    Warned,
+)
 from zenlaunch.lifecycle import Member
 from zenlaunch.logs import Lines, LogFile
 from zenlaunch.spec import LaunchSpec, Signature
 
 TAIL_SHOWN = 20
 LAST_WORDS_S = 1.0
+LOAD_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +43,7 @@ class Surroundings:
 
     `post` takes what the lifecycle must know, `emit` what people want to know, `chance` gives
     numbers in [0, 1), `claimed` the bytes of a spec's nodes that starting neighbours will still
-    take.
+    take. Without `bind_memory` the kernel does not permit memory policies.
     """
 
     deployment: str
@@ -46,6 +56,7 @@ class Surroundings:
     chance: Callable[[], float]
     memory_wait_s: float
     claimed: Callable[[LaunchSpec], int]
+    bind_memory: bool
 
 
 def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -74,6 +85,8 @@ class Run:
         self._around = around
         self._log = log
         self._log_failed = False
+        self._base = f"http://{checks.connect_host(spec.host)}:{spec.port}"
+        self._tokens: tuple[float, float] | None = None
         self._any_answer = any_answer
         self._started = time.monotonic()
         self._refused: str | None = None
@@ -89,11 +102,17 @@ class Run:
     def begin(self) -> asyncio.Task[None]:
         """Start; the task ends when nothing of the run is left, after `Exited` was posted."""
         self.task = asyncio.get_running_loop().create_task(self._live())
+        self.task.add_done_callback(self._over)
         return self.task
 
-    def terminate(self) -> None:
+    def _over(self, task: asyncio.Task[None]) -> None:
+        # Not in the task itself: one that is cancelled before its first step runs nothing.
+        self._record(*self._lines.flush())
+        self._around.post(lc.Exited(self.spec.name, jitter=self._around.chance()))
+
+    def signal(self, number: int) -> None:
         if self.child is not None:
-            self.child.terminate()
+            self.child.signal(number)
 
     def kill(self) -> None:
         """SIGKILL the tree, or leave off starting it."""
@@ -101,6 +120,32 @@ class Run:
             self.child.kill()
         else:
             self.task.cancel()
+
+    async def load(self) -> Load:
+        """Ask the engine how busy it is."""
+        health = self.spec.health
+        if health.metrics_path is None:
+            return Load()
+        http = checks.Http(base=self._base)
+        try:
+            answer = await http.get(health.metrics_path, timeout_s=LOAD_TIMEOUT_S)
+        finally:
+            await http.close()
+        if answer is None or answer[0] != 200:
+            return Load()
+        now, text = time.monotonic(), answer[1]
+        tokens = checks.metric(text, health.tokens_metric)
+        rate = None
+        if tokens is not None:
+            if self._tokens is not None and tokens >= self._tokens[1] and now > self._tokens[0]:
+                rate = (tokens - self._tokens[1]) / (now - self._tokens[0])
+            self._tokens = (now, tokens)
+        return Load(
+            running=checks.metric(text, health.running_metric),
+            waiting=checks.metric(text, health.waiting_metric),
+            kv_usage=checks.metric(text, health.kv_metric),
+            tokens_per_second=rate,
+        )
 
     def resident_bytes(self) -> int:
         return checks.resident_bytes(tree(self.child.pid)) if self.child else 0
@@ -125,9 +170,9 @@ class Run:
                 env=environment(spec, around.environ),
                 on_output=self._output,
                 cpus=spec.cpus if spec.self_bind else None,
-                mem_nodes=spec.mem_nodes if spec.self_bind else None,
+                mem_nodes=spec.mem_nodes if spec.self_bind and around.bind_memory else None,
             )
-            around.emit(Spawned(name=spec.name, pid=self.child.pid))
+            around.emit(Spawned(name=spec.name, pid=self.child.pid, session=self.child.shim_pid))
             watching = asyncio.get_running_loop().create_task(self._watch(self.child))
             await self.child.gone.wait()
         except LaunchError as e:
@@ -136,8 +181,6 @@ class Run:
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            self._record(*self._lines.flush())
-            around.post(lc.Exited(spec.name, jitter=around.chance()))
 
     async def _wait_for_memory(self) -> None:
         """Wait until the nodes have the memory, since pages of an ended run go away slowly.
@@ -216,7 +259,7 @@ class Run:
 
     async def _watch(self, child: Child) -> None:
         spec, post = self.spec, self._around.post
-        http = checks.Http(base=f"http://{checks.connect_host(spec.host)}:{spec.port}")
+        http = checks.Http(base=self._base)
         try:
             await watch.until_ready(spec, http, any_answer=self._any_answer)
             other = checks.foreign_listener(spec.port, tree(child.pid))

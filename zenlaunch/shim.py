@@ -4,14 +4,12 @@ Run by file, `python -I -S shim.py FD NAME`, with one end of a socket pair as FD
 held by zenlaunch. It is the subreaper of its tree, so every descendant stays in reach whatever it
 does with sessions and double forks. When the socket closes (zenlaunch ended, however it ended) or
 when the main process exits, the whole tree gets SIGKILL. It decides nothing else: it starts one
-program, passes on SIGTERM to it when told so, and reports. Imports almost nothing, because one runs
-per instance.
+program, signals it when told to, and reports. It imports almost nothing: one runs per instance.
 
-Lines of JSON, to the shim: {"argv", "env", "cwd", "cpus", "mem_nodes"} once, then {"do": "term"}
-(main process only) and {"do": "kill"} (the tree). From the shim: {"pid"} or {"error"}, then
+Lines of JSON, to the shim: {"argv", "env", "cwd", "cpus", "mem_nodes"} once, then {"signal": N} for
+the main process alone and {"kill": true} for the tree. From the shim: {"pid"} or {"error"}, then
 {"exited": wait status}, and end of file when nothing of the tree is left. Its stdout and stderr are
-those of the program.
-prctl(2), set_mempolicy(2), proc(5).
+those of the program. prctl(2), set_mempolicy(2), proc(5).
 """
 
 from __future__ import annotations
@@ -126,10 +124,10 @@ class Shim:
             for name in _RESTORED:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             if order.get("cpus"):
-                doing = "sched_setaffinity"
+                doing = f"sched_setaffinity to {order['cpus']}"
                 os.sched_setaffinity(0, order["cpus"])
             if order.get("mem_nodes"):
-                doing = "set_mempolicy"
+                doing = f"set_mempolicy to nodes {order['mem_nodes']}"
                 code = bind_memory(order["mem_nodes"])
                 if code:
                     raise OSError(code, os.strerror(code))
@@ -180,10 +178,10 @@ class Shim:
             order = json.loads(line)
             if "argv" in order:
                 self.start(order)
-            elif order["do"] == "kill":
+            elif "kill" in order:
                 self.killing = True
             elif self.main:
-                os.kill(self.main, signal.SIGTERM)
+                os.kill(self.main, order["signal"])
 
     def run(self) -> None:
         wake_r, wake_w = os.pipe()

@@ -39,7 +39,8 @@ class HealthCheck:
 
     `path` answers 200 when it does. `start_timeout_s` bounds the time from spawn to ready.
     `progress_metric` and `running_metric` name Prometheus series on `metrics_path` that tell a hung
-    engine from a busy one; None where the engine has none.
+    engine from a busy one; `waiting_metric`, `kv_metric` (a share) and `tokens_metric` (a counter)
+    are shown to people. None where the engine has none.
     """
 
     path: str = "/health"
@@ -48,6 +49,9 @@ class HealthCheck:
     metrics_path: str | None = None
     progress_metric: str | None = None
     running_metric: str | None = None
+    waiting_metric: str | None = None
+    kv_metric: str | None = None
+    tokens_metric: str | None = None
     hang_s: float = 300.0
 
 

@@ -27,6 +27,7 @@ from zenlaunch.events import (
     AllReady,
     Event,
     Failed,
+    Load,
     MemberStatus,
     Outcome,
     RollingEnded,
@@ -90,6 +91,7 @@ class Supervisor:
 
     def __init__(self, deployment: Deployment, on_event: Callable[[Event], None]) -> None:
         self.deployment = deployment
+        self.rolling_failed: str | None = None  # who ended the last rolling restart
         self._emit = on_event
         self._specs = {s.name: s for s in deployment.instances}
         if deployment.proxy is not None:
@@ -126,6 +128,7 @@ class Supervisor:
             chance=random.random,
             memory_wait_s=deployment.memory_wait_s,
             claimed=self._claimed_bytes,
+            bind_memory=checks.memory_policy_allowed(),
         )
 
     def _first_system(self) -> System:
@@ -171,6 +174,25 @@ class Supervisor:
         self._inbox.put_nowait(lc.Roll(tuple(s.name for s in self.deployment.instances)))
         return True
 
+    def reload(self) -> None:
+        """Have the proxy read its keys and options again."""
+        proxy = self.deployment.proxy
+        if proxy is not None and self._system.proxy_serves:
+            self._runs[proxy.name].signal(signal.SIGHUP)
+
+    @property
+    def rolling(self) -> tuple[str, ...]:
+        """The members that a rolling restart has still to do, the one under way first."""
+        return self._system.rolling
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    @property
+    def stopping(self) -> bool:
+        return self._system.exit_code is not None
+
     def status(self) -> tuple[MemberStatus, ...]:
         """Return what each member is doing now."""
         now = time.monotonic()
@@ -186,6 +208,8 @@ class Supervisor:
                     phase=self._waiting.get(member.name)
                     or (run.phase if run and member.state is State.STARTING else None),
                     pid=run.child.pid if alive and run and run.child else None,
+                    session=run.child.shim_pid if alive and run and run.child else None,
+                    resident_bytes=run.resident_bytes() if alive and run else None,
                     host=spec.host,
                     port=spec.port,
                     since_s=now - member.since,
@@ -194,6 +218,16 @@ class Supervisor:
                 )
             )
         return tuple(rows)
+
+    async def load(self) -> dict[str, Load]:
+        """Ask every instance that serves how busy it is; the rate is since the last time asked."""
+        serving = [
+            m.name
+            for m in self._system.members
+            if m.role is Role.INSTANCE and m.state in (*lc.SERVING, State.DRAINING)
+        ]
+        loads = await asyncio.gather(*(self._runs[name].load() for name in serving))
+        return dict(zip(serving, loads, strict=True))
 
     # -- the loop ----------------------------------------------------
 
@@ -210,6 +244,14 @@ class Supervisor:
                 if log.path.stat().st_size:
                     log.rotate()
         become_subreaper()
+        if not self._around.bind_memory and any(
+            s.self_bind and s.mem_nodes for s in self.deployment.instances
+        ):
+            text = (
+                "the kernel does not permit memory policies here, so that only CPUs are bound "
+                "(missing: CAP_SYS_NICE; in docker --cap-add SYS_NICE)"
+            )
+            self._emit(Warned(name=None, text=text))
         loop = asyncio.get_running_loop()
         self._begun = time.monotonic()
         if self.deployment.admin_socket is not None:
@@ -234,15 +276,16 @@ class Supervisor:
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
         if not self.deployment.handle_signals:
             return []
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if self.deployment.hangup_stops:
-            numbers.append(signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         for number in numbers:
             loop.add_signal_handler(number, self._signalled, number)
         return [int(n) for n in numbers]
 
     def _signalled(self, number: signal.Signals) -> None:
-        self.stop(exit_code=SIGNAL_EXIT[number], why=number.name)
+        if number == signal.SIGHUP and not self.deployment.hangup_stops:
+            self.reload()
+        else:
+            self.stop(exit_code=SIGNAL_EXIT[number], why=number.name)
 
     async def _loop(self) -> int:
         while True:
@@ -263,7 +306,7 @@ class Supervisor:
                     case lc.Spawn(name):
                         self._spawn(name)
                     case lc.Terminate(name):
-                        self._runs[name].terminate()
+                        self._runs[name].signal(signal.SIGTERM)
                     case lc.Kill(name):
                         self._runs[name].kill()
                     case lc.Drain(name):
@@ -271,6 +314,7 @@ class Supervisor:
                     case lc.Resume(name):
                         self._go(self._resume(name))
                     case lc.RollEnded(failed, left):
+                        self.rolling_failed = failed
                         self._emit(RollingEnded(failed=failed, left=left))
                     case lc.GaveUp(name):
                         pass  # told with its failure

@@ -16,6 +16,7 @@ from zenlaunch import lifecycle as lc
 from zenlaunch.spec import LaunchSpec
 
 MISSES = 3
+LOOKS = 30  # at the progress counter in the time after which an engine counts as hung
 
 
 async def until_ready(spec: LaunchSpec, http: checks.Http, *, any_answer: bool) -> None:
@@ -37,6 +38,7 @@ async def while_serving(
     quiet_since: float | None = None
     stuck_since: float | None = None
     last: float | None = None
+    measure_at = 0.0
     while True:
         await asyncio.sleep(health.interval_s)
         asked = time.monotonic()
@@ -49,7 +51,10 @@ async def while_serving(
             quiet_since = asked if quiet_since is None else quiet_since
             if misses == MISSES:
                 tell(lc.Unready(spec.name))
-        running, progress = await _progress(spec, http)
+        running, progress = None, None
+        if asked >= measure_at:
+            running, progress = await _progress(spec, http)
+            measure_at = asked + health.hang_s / LOOKS
         if running is not None:
             if running == 0 or progress != last:
                 stuck_since = None
@@ -68,7 +73,8 @@ async def while_serving(
 
 
 async def _answers(spec: LaunchSpec, http: checks.Http, *, any_answer: bool) -> bool:
-    answer = await http.get(spec.health.path)
+    patience_s = max(1.0, min(10.0, spec.health.hang_s / MISSES))
+    answer = await http.get(spec.health.path, timeout_s=patience_s)
     return answer is not None and (any_answer or answer[0] == 200)
 
 

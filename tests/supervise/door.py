@@ -53,6 +53,7 @@ def leave(*_: object) -> None:
 
 
 signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGHUP, lambda *_: print("got SIGHUP", flush=True))
 inside = socket.socket(socket.AF_UNIX)
 inside.bind(path)
 threading.Thread(target=serve, args=(inside,), kwargs={"admin": True}, daemon=True).start()

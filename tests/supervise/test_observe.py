@@ -14,7 +14,7 @@ import pytest
 
 from zenlaunch import observe
 from zenlaunch.cpuset import CpuSet
-from zenlaunch.observe import Pages, Thread, parse_numa_maps, verify
+from zenlaunch.observe import Look, Pages, Thread, drift, parse_numa_maps, verify
 from zenlaunch.spec import Evidence, LaunchSpec
 
 PROGRAM = Path(__file__).with_name("pinned.py")
@@ -210,3 +210,27 @@ def test_cpus_on_which_nothing_ran_are_found() -> None:
     before = [thread(1, 0, 5.0), thread(2, 1, 0.1)]
     after = [thread(1, 0, 6.0), thread(2, 1, 0.1), thread(3, 2, 0.2)]
     assert observe.idle_cpus(wanted, before, after) == CpuSet.parse("1")
+
+
+def test_a_look_is_cheap_and_sees_threads_and_a_sample(run: Callable[..., Pinned]) -> None:
+    one = run(64, str(CPU), mask={CPU})
+    cpus = CpuSet([CPU])
+    seen = observe.look(spec(cpus=cpus, mem_nodes=CpuSet.parse("0")), one.pid, samples=256)
+    assert seen == Look(threads=2, threads_off_plan=0, remote_page_ratio=0.0)
+    elsewhere = spec(cpus=CpuSet.parse("900"), mem_nodes=CpuSet.parse("1"))
+    seen = observe.look(elsewhere, one.pid, samples=256)
+    assert seen == Look(threads=2, threads_off_plan=2, remote_page_ratio=1.0)
+    gone = observe.look(elsewhere, 0x7FFFFFFF)
+    assert gone == Look(threads=0, threads_off_plan=0, remote_page_ratio=None)
+
+
+def test_drift_is_told_once() -> None:
+    good = Look(threads=9, threads_off_plan=0, remote_page_ratio=0.001)
+    bad = Look(threads=9, threads_off_plan=2, remote_page_ratio=0.2)
+    assert drift(None, good) is None
+    assert drift(good, good) is None
+    words = drift(good, bad) or ""
+    assert "2 of 9 threads may run off the plan (before: 0)" in words
+    assert "20.0 % of the pages are on other nodes" in words
+    assert drift(bad, bad) is None
+    assert drift(bad, good) is None

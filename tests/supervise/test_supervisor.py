@@ -20,7 +20,7 @@ from supervise.world import (
     left_of,
     poll,
 )
-from zenlaunch import child, events
+from zenlaunch import checks, child, events, observe
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError, ProxyError
 from zenlaunch.lifecycle import State
@@ -469,5 +469,59 @@ def test_a_crashed_proxy_comes_back_and_costs_no_instance(tmp_path: Path) -> Non
             await r.until(lambda: r.supervisor.status()[1].restarts == 1)
             await r.until(lambda: r.supervisor.status()[1].state is State.READY)
             assert r.supervisor.status()[0].restarts == 0
+
+    go(scene())
+
+
+def test_without_numactl_the_process_is_bound_by_us(tmp_path: Path) -> None:
+    cpu = CpuSet([max(os.sched_getaffinity(0))])
+
+    async def scene() -> None:
+        fields = {"cpus": cpu, "mem_nodes": CpuSet.parse("0"), "self_bind": True}
+        async with Running(deployment(tmp_path, engine("i0", "--children", "1", **fields))) as r:
+            await r.all_ready()
+            pid = r.supervisor.status()[0].pid or 0
+            assert {t.cpus for t in observe.tree_threads(pid)} == {cpu}
+            for one in child.tree(pid):
+                policies = Path(f"/proc/{one}/numa_maps").read_text().splitlines()
+                assert {line.split()[1] for line in policies} == {"bind:0"}
+            assert r.of(events.Warned) == []
+
+    assert checks.memory_policy_allowed()
+    go(scene())
+
+
+def test_a_binding_that_the_kernel_refuses_is_named(tmp_path: Path) -> None:
+    async def scene() -> None:
+        none = engine("i0", cpus=CpuSet.parse("1000"), self_bind=True)
+        async with Running(deployment(tmp_path, none)) as r:
+            outcome = await r.outcome()
+        assert outcome.error is not None
+        assert "sched_setaffinity to [1000]: Invalid argument" in outcome.error.message
+
+    go(scene())
+
+
+def test_a_hangup_of_a_detached_one_goes_to_the_proxy(tmp_path: Path) -> None:
+    async def scene() -> None:
+        wanted = deployment(tmp_path, engine("i0"), proxy=door(tmp_path), hangup_stops=False)
+        async with Running(wanted) as r:
+            await r.all_ready()
+            os.kill(os.getpid(), signal.SIGHUP)
+            await r.until(lambda: "got SIGHUP" in r.log("proxy"))
+            assert {m.state for m in r.supervisor.status()} == {State.READY}
+
+    go(scene())
+
+
+def test_a_stop_right_after_the_begin_ends_at_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        for pauses in range(12):
+            async with Running(deployment(tmp_path, engine("i0"), engine("i1"))) as r:
+                for _ in range(pauses):
+                    await asyncio.sleep(0)
+                r.supervisor.stop(hurry=True)
+                assert (await r.outcome(timeout_s=10)).exit_code == 0
+            assert left_of("test/") == []
 
     go(scene())
