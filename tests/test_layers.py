@@ -26,6 +26,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
     ("compose", "commands", "detach"),
     ("output", "up"),
+    ("screens",),
+    ("session",),
+    ("cli_options",),
+    ("cli_run",),
     ("cli",),
     ("__main__",),
 )  # fmt: skip

@@ -6,36 +6,26 @@ that `zenlaunch --help` and `zenlaunch plan` start at once.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from zenlaunch import __version__
-from zenlaunch.config import (
-    Config,
-    Layout,
-    Policy,
-    Recipe,
-    Switch,
-    load,
-    override,
-    parse_listen,
-    validated,
+from zenlaunch import __version__, cli_run
+from zenlaunch.cli_options import (
+    AsJson,
+    ConfigFile,
+    ModelArgument,
+    Port,
+    SysRoot,
+    ZenTorch,
+    read_config,
+    takes_wishes,
 )
 from zenlaunch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from zenlaunch.events import Outcome
-    from zenlaunch.output import UpScreen
-    from zenlaunch.plan import Plan
-    from zenlaunch.supervisor import Deployment
 
 app = typer.Typer(
     name="zenlaunch",
@@ -57,98 +47,6 @@ def run(argv: Sequence[str]) -> int:
         args, engine_args = args[:at], tuple(args[at + 1 :])
     status = app(args=args, prog_name="zenlaunch", obj=engine_args, standalone_mode=True)
     return int(status or 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """One key of the config as a command-line option."""
-
-    path: str
-    kind: Any
-    flags: tuple[str, ...]
-    help: str
-
-    @property
-    def name(self) -> str:
-        return self.path.replace(".", "_")
-
-
-def _option(path: str, kind: Any, flag: str, help_text: str) -> _Option:
-    return _Option(path=path, kind=kind, flags=(flag,), help=help_text)
-
-
-# Every option that a plan can be changed with; the config file has the same keys.
-WISHES = (
-    _option("split.instances", int, "--instances", "Instances in all."),
-    _option("split.instances_per_node", int, "--instances-per-node", "Instances per NUMA node."),
-    _option("split.cores_per_instance", int, "--cores-per-instance", "Cores of each instance."),
-    _option("split.layout", Layout, "--layout", "How a node's cores are dealt out."),
-    _option("split.nodes", str, "--nodes", "NUMA nodes to use, such as 0,1."),
-    _option("split.cpus", str, "--cpus", "CPUs to use, such as 0-63 (also isolated ones)."),
-    _option("split.threads_per_core", int, "--threads-per-core", "1, or 2 with SMT."),
-    _option("split.reserve_per_instance", int, "--reserve-per-instance",
-            "Cores of each instance kept free of engine threads."),
-    _option("split.reserve_proxy", int, "--reserve-proxy", "Cores for the proxy; 0: not pinned."),
-    _option("split.recipe", Recipe, "--recipe", "A published split, exactly."),
-    _option("memory.kv_cache", str, "--kv-cache", "KV cache of each instance (40G), or auto."),
-    _option("memory.weights", str, "--weights", "Size of the weights, if the files are not here."),
-    _option("memory.overhead", str, "--overhead", "Memory beside weights and KV cache (4G)."),
-    _option("memory.margin", str, "--memory-margin", "Share of each node left alone (8%)."),
-    _option("proxy.listen", str, "--listen", "HOST:PORT of the proxy."),
-    _option("proxy.policy", Policy, "--policy", "How the proxy chooses an instance."),
-    _option("base_port", int, "--base-port", "Port of the first instance."),
-    _option("engine.name", str, "--engine", "vllm, or command."),
-    _option("engine.python", str, "--python", "The interpreter of vLLM's environment."),
-    _option("engine.version", str, "--vllm-version", "vLLM's version, if it is not here."),
-    _option("engine.freezing", Switch, "--freezing", "TORCHINDUCTOR_FREEZING: auto, on, off."),
-)  # fmt: skip
-
-
-def _takes_wishes(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per key of WISHES; it receives them as `wishes`, by dotted path."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values()
-           if p.name != "wishes"]  # fmt: skip
-    added = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                option.kind | None,
-                typer.Option(*option.flags, help=option.help, show_default=False),
-            ],
-        )
-        for option in WISHES
-    ]
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> None:
-        wishes = {option.path: given.pop(option.name) for option in WISHES}
-        command(**given, wishes=wishes)
-
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapper
-
-
-ModelArgument = Annotated[
-    str | None, typer.Argument(help="A hub name or a folder.", show_default=False)
-]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-f", help="A config file (YAML).", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
-SysRoot = Annotated[
-    Path | None,
-    typer.Option("--sysroot", help="Read DIR/sys and DIR/proc of another machine.",
-                 show_default=False),
-]  # fmt: skip
-Port = Annotated[int | None, typer.Option("--port", help="Port of the proxy.", show_default=False)]
-ZenTorch = Annotated[
-    bool | None,
-    typer.Option("--zentorch/--no-zentorch", help="Use ZenTorch, or do not.", show_default=False),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -192,7 +90,7 @@ def probe(
 
 
 @app.command()
-@_takes_wishes
+@takes_wishes
 def plan(
     ctx: typer.Context,
     model: ModelArgument = None,
@@ -216,7 +114,7 @@ def plan(
     from zenlaunch.compose import compose, read_machine
 
     _only_one({"--machine": machine, "--sysroot": sysroot})
-    config = _read_config(ctx, model, config_file, port, zentorch, wishes)
+    config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
     if as_json:
@@ -231,156 +129,6 @@ def plan(
     print_plan(composed, console, dict(os.environ))
 
 
-@app.command()
-@_takes_wishes
-def up(
-    ctx: typer.Context,
-    model: ModelArgument = None,
-    config_file: ConfigFile = None,
-    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "default",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, start nothing.", show_default=False)
-    ] = False,
-    ask: Annotated[
-        str | None,
-        typer.Option("--ask", show_default=False,
-                     help="When all is ready, put this question through the proxy."),
-    ] = None,
-    port: Port = None,
-    zentorch: ZenTorch = None,
-    *,
-    wishes: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """Start the instances and the proxy; stay until Ctrl-C."""
-    from zenlaunch.compose import compose, read_machine
-    from zenlaunch.output import UpScreen, make_console, plan_map, print_plan
-    from zenlaunch.up import choose_folders, make_deployment, refuse_what_cannot_run
-
-    config = _read_config(ctx, model, config_file, port, zentorch, wishes)
-    topology, here = read_machine(None, None)
-    composed = compose(config, topology, here=here)
-    refuse_what_cannot_run(composed)
-    console = make_console()
-    if dry_run:
-        print_plan(composed, console, dict(os.environ))
-        return
-    folders = choose_folders(name, os.environ)
-    deployment = make_deployment(name, composed, folders)
-    console.print(*plan_map(topology, composed.plan), sep="\n")
-    console.print(f"logs in {folders.logs}")
-    with UpScreen(composed.plan, console) as screen:
-        outcome = _run_deployment(deployment, composed.plan, screen, ask)
-    if outcome.error is not None:
-        raise outcome.error
-    raise typer.Exit(outcome.exit_code)
-
-
-def _run_deployment(
-    deployment: Deployment, plan: Plan, screen: UpScreen, ask: str | None
-) -> Outcome:
-    """Run until stopped; once all is ready say where, and put the question of --ask."""
-    import asyncio
-
-    from zenlaunch import events, observe, supervisor
-
-    host = f"[{plan.proxy.host}]" if ":" in plan.proxy.host else plan.proxy.host
-    host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
-    url = f"http://{host}:{plan.proxy.port}"
-    specs = {spec.name: spec for spec in deployment.instances}
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def prove(event: events.BecameReady) -> None:
-        spec = specs[event.name]
-        proof = await asyncio.to_thread(observe.verify, spec, event.pid, event.log)
-        screen.show_proof(event.name, proof, spec.mem_nodes)
-
-    async def announce(seconds: float) -> None:
-        await asyncio.gather(*(t for t in tasks if t is not asyncio.current_task()))
-        screen.settle()
-        screen.say(f"ready after {seconds:.0f} s: {url}/v1   (Ctrl-C stops everything)")
-        if ask is not None:
-            screen.say(await asyncio.to_thread(_ask, url, ask))
-
-    def go(work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    def on_event(event: events.Event) -> None:
-        screen.handle(event)
-        if isinstance(event, events.BecameReady) and event.name in specs:
-            go(prove(event))
-        elif isinstance(event, events.AllReady):
-            go(announce(event.seconds))
-
-    return asyncio.run(supervisor.run(deployment, on_event=on_event))
-
-
-def _ask(url: str, question: str) -> str:
-    """Put one chat question through the proxy and return the answer, or what went wrong."""
-    import httpx
-
-    try:
-        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
-            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            answer = client.post(
-                "/v1/chat/completions",
-                json={
-                    "model": model,
-                    "messages": [{"role": "user", "content": question}],
-                    "max_tokens": 32,
-                },
-            ).raise_for_status()
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as e:
-        return f"no answer to {question!r}: {e}"
-    text = answer.json()["choices"][0]["message"]["content"]
-    return f"{question!r} -> {answer.headers.get('x-zenlaunch-upstream', '?')}: {text!r}"
-
-
-@app.command()
-def proxy(
-    upstream: Annotated[
-        list[str], typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.")
-    ],
-    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT.")] = "127.0.0.1:8000",
-    policy: Annotated[
-        Policy, typer.Option("--policy", help="How an engine is chosen.")
-    ] = Policy.LEAST_INFLIGHT,
-    admin_socket: Annotated[
-        Path | None,
-        typer.Option("--admin-socket", help="A unix socket for drain and resume.",
-                     show_default=False),
-    ] = None,
-    drain_s: Annotated[
-        float, typer.Option("--drain-s", help="How long answers may finish at the end.")
-    ] = 120.0,
-) -> None:  # fmt: skip
-    """Run the proxy alone, before engines that somebody else started."""
-    from zenlaunch.proxy.balancer import Policy as BalancerPolicy
-    from zenlaunch.proxy.options import ProxyOptions
-    from zenlaunch.proxy.server import run as serve
-
-    try:
-        host, port = parse_listen(listen)
-    except ValueError as e:
-        raise ConfigError(f"--listen: {e}") from None
-    pairs = []
-    for k, text in enumerate(upstream):
-        name, sep, url = text.partition("=")
-        pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
-    status = serve(
-        ProxyOptions(
-            upstreams=tuple(pairs),
-            listen_host=host,
-            listen_port=port,
-            policy=BalancerPolicy(policy.value),
-            admin_socket=admin_socket,
-            drain_s=drain_s,
-        )
-    )
-    raise typer.Exit(status)
-
-
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON Schema of the config file, for editors."""
@@ -389,37 +137,11 @@ def config_schema() -> None:
     print(json.dumps(json_schema(), indent=1))
 
 
-def _read_config(
-    ctx: typer.Context,
-    model: str | None,
-    config_file: Path | None,
-    port: int | None,
-    zentorch: bool | None,
-    wishes: Mapping[str, Any],
-) -> Config:
-    """Lay the command line over the config file and check the result."""
-    config, source = Config(), "command line"
-    if config_file is not None:
-        source = str(config_file)
-        try:
-            text = config_file.read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-            raise ConfigError(f"{config_file}: {reason}") from None
-        config = load(text, source=source)
-    config = override(config, {**wishes, "model": model})
-    if zentorch is not None:
-        config = override(config, {"engine.zentorch": Switch.ON if zentorch else Switch.OFF})
-    engine_args: tuple[str, ...] = ctx.obj or ()
-    if engine_args:
-        config = override(config, {"engine.args": (*config.engine.args, *engine_args)})
-    config = validated(config, source=source)
-    if port is None:
-        return config
-    host, _ = parse_listen(config.proxy.listen)
-    host = f"[{host}]" if ":" in host else host
-    listen = replace(config.proxy, listen=f"{host}:{port}")
-    return validated(replace(config, proxy=listen), source=source)
+for _command in (
+    cli_run.up, cli_run.status, cli_run.verify, cli_run.logs, cli_run.restart, cli_run.down,
+    cli_run.proxy,
+):  # fmt: skip
+    app.command()(_command)
 
 
 def _only_one(options: Mapping[str, object]) -> None:

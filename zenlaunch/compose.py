@@ -86,6 +86,9 @@ def compose(config: Config, topology: Topology, *, here: bool) -> Composed:
             "no model is named", hint="zenlaunch plan MODEL (a hub name or a folder), or `model:`"
         )
     folder = find_model(config.model, os.environ) if config.model is not None else None
+    if config.model is not None and Path(config.model).expanduser().is_dir():
+        # A pasted command, a unit and a detached run start in other folders.
+        config = replace(config, model=str(Path(config.model).expanduser().absolute()))
     sizes = ModelSizes() if folder is None else read_sizes(folder, config.engine.args)
     facts = find_engine(config.engine, topology.machine, here=here, environ=os.environ)
     choice = engine.choose(config, facts)

@@ -9,21 +9,16 @@ from __future__ import annotations
 import shlex
 import sys
 import textwrap
-import time
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zenlaunch import events
 from zenlaunch.compose import Composed, inherited, shell_words
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError, ZenlaunchError
-from zenlaunch.lifecycle import State
 from zenlaunch.memory import gib
-from zenlaunch.observe import Verification
 from zenlaunch.plan import Plan
 from zenlaunch.topology import Core, Note, Severity, Topology
 
@@ -67,7 +62,7 @@ def print_topology(topology: Topology, console: Console) -> None:
     if topology.allowed_mems is not None:
         facts.append(f"memory nodes allowed {topology.allowed_mems}")
     console.print("; ".join(facts))
-    _print_notes(topology.notes, console)
+    print_notes(topology.notes, console)
 
 
 def headline(topology: Topology) -> str:
@@ -146,9 +141,9 @@ def print_plan(composed: Composed, console: Console, environ: dict[str, str]) ->
         console.print(_command(shell_words(spec)))
     console.print()
     console.print(_ledger_table(plan))
-    _print_notes(plan.notes, console)
+    print_notes(plan.notes, console)
     if composed.specs and (removed := inherited(composed.specs[0], environ)):
-        _print_note(
+        print_note(
             "note", f"set here and taken out for the instances: {', '.join(removed)}.", console
         )
 
@@ -159,105 +154,6 @@ def print_steps(plan: Plan, console: Console) -> None:
         console.print(Text(f"{number}. {step.text}", style="bold"))
         for name, cpus in step.sets:
             console.print(f"   {name:<8} {str(cpus) or '-'}   ({len(cpus)})")
-
-
-class UpScreen:
-    """What `zenlaunch up` shows: a live table of the start on a terminal, else a line a change.
-
-    `handle` takes the supervisor's events. Failures and warnings stay on the screen.
-    """
-
-    def __init__(self, plan: Plan, console: Console, *, quiet: bool = False) -> None:
-        self._plan = plan
-        self._console = console
-        self._quiet = quiet
-        self._nodes = {i.name: i.node for i in plan.instances}
-        self._what: dict[str, str] = {}
-        self._since: dict[str, float] = {}
-        self._live: Live | None = None
-        if console.is_terminal and not quiet:
-            self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4)
-
-    def __enter__(self) -> UpScreen:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.settle()
-
-    def settle(self) -> None:
-        """Leave the table as it is; what comes later is printed below it."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def say(self, text: str, style: str = "") -> None:
-        """Print one line above the table."""
-        (self._live.console if self._live else self._console).print(Text(text, style=style))
-
-    def handle(self, event: events.Event) -> None:
-        """Show one event."""
-        match event:
-            case events.Waiting(name=name, reason=reason):
-                self._set(name, f"waiting {reason}")
-            case events.Spawned(name=name):
-                self._since[name] = time.monotonic()
-                self._set(name, "starting")
-            case events.PhaseReached(name=name, phase=phase):
-                self._set(name, phase)
-            case events.BecameReady(name=name, seconds=seconds):
-                self._since.pop(name, None)
-                self._set(name, f"ready    {seconds:.0f} s")
-            case events.Failed():
-                self._set(event.name, "failed")
-                self.say(event.message, "bold red")
-                if event.retry_s is not None:
-                    self.say(f"  again in {event.retry_s:.0f} s", "dim")
-            case events.StateChanged(name=name, state=state) if state in _QUIET_STATES:
-                self._since.pop(name, None)
-                self._set(name, state.value)
-            case events.Warned(name=name, text=text):
-                self.say(f"warning  {f'{name}: ' if name else ''}{text}", "yellow")
-            case events.Stopping(why=why):
-                self.settle()
-                self.say(f"stopping ({why})")
-            case _:
-                pass
-
-    def show_proof(self, name: str, proof: Verification, nodes: CpuSet) -> None:
-        """Show what the kernel says of a ready instance, and each thing that is not as planned."""
-        bound = sum(1 for n in proof.engine_threads.values() if n)
-        text = f"{bound}/{len(proof.engine_threads)} threads on plan"
-        if proof.local_ratio is not None:
-            text += f", {proof.local_ratio:.1%} of pages on node {nodes}"
-        self._set(name, f"{self._what.get(name, 'ready')}   {text}")
-        for problem in proof.problems:
-            self.say(f"warning  {name}: {problem}", "yellow")
-
-    def _set(self, name: str, what: str) -> None:
-        if self._what.get(name) == what:
-            return
-        self._what[name] = what
-        if self._live is None and not self._quiet:
-            self._console.print(Text(f"{name:<6}{self._place(name):<9}{what}"))
-
-    def _place(self, name: str) -> str:
-        node = self._nodes.get(name)
-        return "" if node is None else f"node {node}"
-
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for name in (*self._nodes, *(n for n in self._what if n not in self._nodes)):
-            since = self._since.get(name)
-            seconds = "" if since is None else f"{time.monotonic() - since:.0f} s"
-            table.add_row(name, self._place(name), self._what.get(name, "waiting"), seconds)
-        return table
-
-
-_QUIET_STATES = frozenset(
-    {State.UNREADY, State.DRAINING, State.STOPPING, State.STOPPED, State.BACKOFF}
-)
 
 
 def plan_map(topology: Topology, plan: Plan) -> list[Text]:
@@ -419,13 +315,13 @@ def _command(groups: Sequence[Sequence[str]]) -> Text:
     return Text(" \\\n".join(lines))
 
 
-def _print_notes(notes: Iterable[Note], console: Console) -> None:
+def print_notes(notes: Iterable[Note], console: Console) -> None:
     for note in notes:
         word = "note" if note.severity is Severity.INFO else note.severity.value
-        _print_note(word, note.text, console)
+        print_note(word, note.text, console)
 
 
-def _print_note(word: str, text: str, console: Console) -> None:
+def print_note(word: str, text: str, console: Console) -> None:
     style = {"warning": "yellow", "error": "bold red"}.get(word, "dim")
     indent = " " * (len(word) + 2)
     wrapped = textwrap.fill(text, WIDTH - len(indent), break_long_words=False,

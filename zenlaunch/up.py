@@ -25,7 +25,11 @@ PROXY_NAME = "proxy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folders:
-    """Where a deployment keeps things: sockets (gone after a reboot), logs, stamps of caches."""
+    """Where things are kept.
+
+    `runtime` holds a folder of locks and sockets for each deployment of this user, `logs` the logs
+    of this one, `cache` the stamps of filled compile caches.
+    """
 
     runtime: Path
     logs: Path
@@ -43,7 +47,7 @@ def choose_folders(name: str, environ: Mapping[str, str]) -> Folders:
     state = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state")
     cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
     return Folders(
-        runtime=runtime / name,
+        runtime=runtime,
         logs=state / "zenlaunch" / name,
         cache=cache / "zenlaunch" / "compiled",
     )
@@ -72,16 +76,11 @@ def refuse_what_cannot_run(composed: Composed) -> None:
         )
 
 
-def make_deployment(name: str, composed: Composed, folders: Folders) -> Deployment:
-    """Return what the supervisor runs. Raises LaunchError for folders that cannot be made."""
-    try:
-        folders.runtime.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as e:
-        raise LaunchError(
-            f"cannot make the runtime folder {folders.runtime}: {e.strerror}",
-            hint="set XDG_RUNTIME_DIR to a folder that you may write",
-        ) from None
-    socket = folders.runtime / "proxy.sock"
+def make_deployment(
+    name: str, composed: Composed, folders: Folders, *, hangup_stops: bool
+) -> Deployment:
+    """Return what the supervisor runs."""
+    socket = folders.runtime / name / "proxy.sock"
     numactl = shutil.which("numactl") is not None
     specs = composed.specs if numactl else tuple(_bound_by_us(s) for s in composed.specs)
     return Deployment(
@@ -91,7 +90,14 @@ def make_deployment(name: str, composed: Composed, folders: Folders) -> Deployme
         log_dir=folders.logs,
         cache_dir=folders.cache,
         admin_socket=socket,
+        hangup_stops=hangup_stops,
     )
+
+
+def proxy_url(plan: Plan) -> str:
+    """Return where a client on this machine reaches the proxy."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(plan.proxy.host, plan.proxy.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{plan.proxy.port}"
 
 
 def proxy_spec(plan: Plan, drain_s: float, admin_socket: Path) -> LaunchSpec:

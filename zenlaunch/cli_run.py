@@ -1,0 +1,309 @@
+"""Commands about what runs: up, proxy, status, verify, logs, restart, down.
+
+Each reads its options, calls the rooms below and prints; `cli` registers them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zenlaunch.cli_options import (
+    AsJson,
+    ConfigFile,
+    ModelArgument,
+    Port,
+    ZenTorch,
+    read_config,
+    takes_wishes,
+)
+from zenlaunch.config import Policy, parse_listen
+from zenlaunch.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zenlaunch.compose import Composed
+    from zenlaunch.deployments import Known
+    from zenlaunch.events import Outcome
+    from zenlaunch.up import Folders
+
+Name = Annotated[str, typer.Option("--name", help="Name of the deployment.")]
+
+
+@takes_wishes
+def up(
+    ctx: typer.Context,
+    model: ModelArgument = None,
+    config_file: ConfigFile = None,
+    name: Name = "default",
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", "-d", show_default=False,
+                     help="Go on in the background; return when all is ready."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, start nothing.", show_default=False)
+    ] = False,
+    ask: Annotated[
+        str | None,
+        typer.Option("--ask", show_default=False,
+                     help="When all is ready, put this question through the proxy."),
+    ] = None,
+    port: Port = None,
+    zentorch: ZenTorch = None,
+    background: Annotated[Path | None, typer.Option("--background", hidden=True)] = None,
+    *,
+    wishes: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Start the instances and the proxy; stay until Ctrl-C."""
+    from zenlaunch.compose import compose, read_machine
+    from zenlaunch.output import make_console, print_plan
+    from zenlaunch.up import choose_folders, refuse_what_cannot_run
+
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(f"--name {name!r}: use letters, digits, dot, dash and underscore")
+    if background is not None:
+        os.chdir(background)  # where the user typed the command: its paths may be relative
+    config = read_config(ctx, model, config_file, port, zentorch, wishes)
+    topology, here = read_machine(None, None)
+    composed = compose(config, topology, here=here)
+    refuse_what_cannot_run(composed)
+    console = make_console()
+    if dry_run:
+        print_plan(composed, console, dict(os.environ))
+        return
+    folders = choose_folders(name, os.environ)
+    if detach:
+        _detach(name, folders, console)
+        return
+    outcome = _run_here(
+        name, composed, folders, console, question=ask, background=background is not None
+    )
+    if outcome.error is not None:
+        raise outcome.error
+    raise typer.Exit(outcome.exit_code)
+
+
+def _run_here(
+    name: str,
+    composed: Composed,
+    folders: Folders,
+    console: Console,
+    *,
+    question: str | None,
+    background: bool,
+) -> Outcome:
+    import asyncio
+
+    from zenlaunch import deployments
+    from zenlaunch.output import plan_map
+    from zenlaunch.screens import UpScreen
+    from zenlaunch.session import Session
+    from zenlaunch.up import make_deployment, proxy_url
+
+    for gone in deployments.end_leftovers(folders.runtime):
+        console.print(f"ended a leftover of {gone.deployment}: pid {gone.pid} ({gone.command})")
+    url = proxy_url(composed.plan)
+    deployment = make_deployment(name, composed, folders, hangup_stops=not background)
+    members = [*deployment.instances, *([deployment.proxy] if deployment.proxy else [])]
+    with deployments.claim(folders.runtime, name, members, url=url, log_dir=folders.logs) as claim:
+        console.print(*plan_map(composed.topology, composed.plan), sep="\n")
+        console.print(f"logs in {folders.logs}")
+        with UpScreen(composed.plan, console) as screen:
+            session = Session(deployment, claim, url=url, screen=screen, question=question)
+            return asyncio.run(session.run())
+
+
+def _detach(name: str, folders: Folders, console: Console) -> None:
+    """Start the same command in the background and wait until it is ready or has ended."""
+    from zenlaunch import detach as background
+
+    here = [word for word in sys.argv[1:] if word not in ("-d", "--detach")]
+    at = here.index("--") if "--" in here else len(here)
+    argv = [
+        *(sys.executable, "-m", "zenlaunch"),
+        *(*here[:at], "--background", str(Path.cwd()), *here[at:]),
+    ]
+    output = folders.logs / "up.log"
+    process = background.start(argv, output=output)
+    shown: dict[str, str] = {}
+
+    def show(status: Mapping[str, Any]) -> None:
+        for row in status["instances"]:
+            what = row["phase"] or row["state"]
+            if shown.get(row["name"]) != what:
+                shown[row["name"]] = what
+                console.print(f"{row['name']:<6}{what}")
+
+    code = background.wait_ready(process, folders.runtime / name / "control.sock", on_status=show)
+    if code is None:
+        console.print(f"{name} is up; see `zenlaunch status`, `zenlaunch down`; talk in {output}")
+        return
+    tail = output.read_text(errors="replace").splitlines()[-20:]
+    raise LaunchError(
+        f"{name} did not come up (exit {code})", log_tail=tuple(tail), hint=f"all of it: {output}"
+    )
+
+
+def proxy(
+    upstream: Annotated[
+        list[str], typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.")
+    ],
+    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT.")] = "127.0.0.1:8000",
+    policy: Annotated[
+        Policy, typer.Option("--policy", help="How an engine is chosen.")
+    ] = Policy.LEAST_INFLIGHT,
+    admin_socket: Annotated[
+        Path | None,
+        typer.Option("--admin-socket", help="A unix socket for drain and resume.",
+                     show_default=False),
+    ] = None,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", help="How long answers may finish at the end.")
+    ] = 120.0,
+) -> None:  # fmt: skip
+    """Run the proxy alone, before engines that somebody else started."""
+    from zenlaunch.proxy.balancer import Policy as BalancerPolicy
+    from zenlaunch.proxy.options import ProxyOptions
+    from zenlaunch.proxy.server import run as serve
+
+    try:
+        host, port = parse_listen(listen)
+    except ValueError as e:
+        raise ConfigError(f"--listen: {e}") from None
+    pairs = []
+    for k, text in enumerate(upstream):
+        name, sep, url = text.partition("=")
+        pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
+    status = serve(
+        ProxyOptions(
+            upstreams=tuple(pairs),
+            listen_host=host,
+            listen_port=port,
+            policy=BalancerPolicy(policy.value),
+            admin_socket=admin_socket,
+            drain_s=drain_s,
+        )
+    )
+    raise typer.Exit(status)
+
+
+def status(as_json: AsJson = False, name: Name = "default") -> None:
+    """Show what a running deployment is doing."""
+    from zenlaunch.output import make_console
+    from zenlaunch.screens import print_status
+
+    document = _ask(name, {"do": "status"})["status"]
+    if as_json:
+        print(json.dumps(document, indent=1))
+        return
+    print_status(document, make_console())
+
+
+def verify(as_json: AsJson = False, name: Name = "default") -> None:
+    """Compare the running instances with their plan: threads, pages, libraries."""
+    from zenlaunch.output import make_console
+    from zenlaunch.screens import print_verify
+
+    found = _ask(name, {"do": "verify"}, timeout_s=300)["verify"]
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_verify(found, make_console())
+    if not all(one["ok"] for one in found.values()):
+        raise typer.Exit(LaunchError.exit_code)
+
+
+def logs(
+    member: Annotated[str, typer.Argument(help="An instance, or proxy.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines.", show_default=False)
+    ] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines.")] = 50,
+    name: Name = "default",
+) -> None:
+    """Print the last lines of an instance's log."""
+    from zenlaunch import control
+    from zenlaunch.up import choose_folders
+
+    folder = choose_folders(name, os.environ).logs
+    path = folder / f"{member}.log"
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", member) or not path.is_file():
+        there = ", ".join(sorted(p.stem for p in folder.glob("*.log"))) or "none"
+        raise LaunchError(f"there is no log of {member!r} in {folder}", hint=f"logs: {there}")
+    stop = (lambda: False) if follow else None
+    for line in control.follow(path, last=lines, stop=stop):
+        print(line, flush=follow)
+
+
+def restart(
+    member: Annotated[str | None, typer.Argument(help="An instance.", show_default=False)] = None,
+    rolling: Annotated[
+        bool,
+        typer.Option("--rolling", help="All, one after the other.", show_default=False),
+    ] = False,
+    name: Name = "default",
+) -> None:
+    """Drain, end and start an instance anew; wait until it is ready."""
+    if (member is None) == (not rolling):
+        raise ConfigError("name one instance, or say --rolling")
+    before = _ask(name, {"do": "status"})["status"]
+    if rolling:
+        _ask(name, {"do": "roll"})
+        names = [row["name"] for row in before["instances"]]
+    else:
+        names = [str(member)]
+        _ask(name, {"do": "restart", "name": member})
+    counts = {row["name"]: row["restarts"] for row in before["instances"]}
+    while True:
+        now = _ask(name, {"do": "status"})["status"]
+        rows = {row["name"]: row for row in now["instances"]}
+        failed = now["rolling_failed"] or next(
+            (n for n in names if rows[n]["state"] == "failed"), None
+        )
+        if failed:
+            raise LaunchError(
+                f"{failed} did not become ready again", hint=f"zenlaunch logs {failed}"
+            )
+        done = all(rows[n]["state"] == "ready" and rows[n]["restarts"] > counts[n] for n in names)
+        if done and not now["rolling"]:
+            print(f"restarted: {', '.join(names)}")
+            return
+        time.sleep(0.5)
+
+
+def down(
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait for answers.", show_default=False)
+    ] = False,
+    name: Name = "default",
+) -> None:
+    """Stop a deployment: no new requests, answers finish, then everything ends."""
+    from zenlaunch import deployments
+
+    known = _find(name)
+    _ask(name, {"do": "down", "hurry": now})
+    deployments.wait_gone(known)
+    print(f"{name} is down")
+
+
+def _find(name: str) -> Known:
+    from zenlaunch import deployments
+    from zenlaunch.up import choose_folders
+
+    return deployments.find(choose_folders(name, os.environ).runtime, name)
+
+
+def _ask(name: str, request: Mapping[str, Any], *, timeout_s: float = 30.0) -> dict[str, Any]:
+    from zenlaunch import control
+
+    return control.ask(_find(name).folder / "control.sock", request, timeout_s=timeout_s)
