@@ -78,7 +78,9 @@ class NodeLedger:
 
 
 def gib(n: int) -> str:
-    """Print bytes as GiB, or TiB from 1 TiB on, with one decimal."""
+    """Print bytes as MiB, GiB or TiB, as large as they are."""
+    if n < GIB // 10:
+        return f"{n / (1 << 20):.0f} MiB"
     return f"{n / GIB:.1f} GiB" if n < 1024 * GIB else f"{n / GIB / 1024:.1f} TiB"
 
 
