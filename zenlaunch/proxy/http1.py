@@ -166,7 +166,7 @@ def parse_request_head(head: bytes) -> RequestHead:
         elif name == b"connection":
             connection = connection + b"," + value.lower() if connection else value.lower()
         elif name == b"expect":
-            expect = value.lower()
+            expect = expect + b"," + value.lower() if expect else value.lower()
         else:
             upgrade = value.lower()
     if len(hosts) != 1 and (hosts or minor):
