@@ -9,6 +9,7 @@ extensions and trailers end here; bodies are never changed.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_HEAD_BYTES = 65_536
@@ -21,7 +22,6 @@ _TCHAR = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 _VALUE = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
 _REQUEST_LINE = re.compile(rb"(" + _TCHAR + rb"+) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
-_FIELDS = re.compile(rb"(?:" + _TCHAR + rb"+:" + _VALUE + rb"\r\n)*")
 _FIELD = re.compile(_TCHAR + rb"+:" + _VALUE)
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
@@ -62,7 +62,26 @@ _FRAMING = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"}
 )
 
-Fields = list[tuple[bytes, bytes]]
+
+class Field(NamedTuple):
+    """One header field: lower-case name, value, and the whole line as it travels on.
+
+    `up` and `down` are empty where the field ends here. `framing` fields say how to read the
+    message.
+    """
+
+    name: bytes
+    value: bytes
+    up: bytes
+    down: bytes
+    framing: bool
+
+
+Fields = list[Field]
+
+# The same lines come again with every request of a client and every answer of an engine: parsing
+# and checking them once is most of what a small request saves. Long lines are not kept.
+_KEPT_LINE_BYTES = 512
 
 
 class BadMessage(Exception):
@@ -138,20 +157,14 @@ def parse_request_head(head: bytes) -> RequestHead:
     Raises `BadMessage` with the status to answer (400, 414, 417, 431, 505).
     """
     line, _, block = head.partition(b"\r\n")
-    match = _REQUEST_LINE.fullmatch(line)
-    if match is None:
-        raise BadMessage("malformed request line")
-    if len(line) > MAX_REQUEST_LINE_BYTES:
-        raise BadMessage("the request line is longer than 16 KiB", status=414)
-    if match[3] != b"1":
-        raise BadMessage("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
-    minor = 1 if match[4] != b"0" else 0
+    known = len(line) <= _KEPT_LINE_BYTES
+    method, target, minor = _known_request_line(line) if known else _request_line(line)
     fields = _parse_fields(block)
     hosts: list[bytes] = []
     length: bytes | None = None
     coding = connection = expect = upgrade = b""
-    for name, value in fields:
-        if name not in _FRAMING:
+    for name, value, _, _, framing in fields:
+        if not framing:
             continue
         if name == b"host":
             hosts.append(value)
@@ -179,8 +192,8 @@ def parse_request_head(head: bytes) -> RequestHead:
         raise BadMessage("the only expectation known is 100-continue", status=417)
     one_hop = _tokens(connection) if connection else _NO_NAMES
     return RequestHead(
-        match[1].decode(),
-        match[2],
+        method,
+        target,
         minor,
         fields,
         host,
@@ -196,14 +209,14 @@ def parse_request_head(head: bytes) -> RequestHead:
 def parse_response_head(head: bytes) -> ResponseHead:
     """Parse a response head without its closing empty line; raises `BadMessage`."""
     line, _, block = head.partition(b"\r\n")
-    match = _STATUS_LINE.fullmatch(line)
-    if match is None:
-        raise BadMessage("malformed status line")
-    minor = int(match[1])
+    known = len(line) <= _KEPT_LINE_BYTES
+    status, reason, minor = _known_status_line(line) if known else _status_line(line)
     fields = _parse_fields(block)
     length: bytes | None = None
     coding = connection = b""
-    for name, value in fields:
+    for name, value, _, _, framing in fields:
+        if not framing:
+            continue
         if name == b"content-length":
             if length is not None:
                 raise BadMessage("more than one Content-Length")
@@ -218,8 +231,8 @@ def parse_response_head(head: bytes) -> ResponseHead:
     one_hop = _tokens(connection) if connection else _NO_NAMES
     keep_alive = b"close" not in one_hop and (minor == 1 or b"keep-alive" in one_hop)
     return ResponseHead(
-        int(match[2]),
-        match[3] or b"",
+        status,
+        reason,
         minor,
         fields,
         length_bytes,
@@ -232,29 +245,57 @@ def parse_response_head(head: bytes) -> ResponseHead:
 def _parse_fields(block: bytes) -> Fields:
     if not block:
         return []
-    if _FIELDS.fullmatch(block + b"\r\n") is None:
-        raise BadMessage(_why_malformed(block))
-    fields: Fields = []
-    for line in block.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        fields.append((name.lower(), value.strip(b" \t")))
+    fields = [
+        _known_field(line) if len(line) <= _KEPT_LINE_BYTES else _field(line)
+        for line in block.split(b"\r\n")
+    ]
     if len(fields) > MAX_FIELDS:
         raise BadMessage(f"more than {MAX_FIELDS} header fields", status=431)
     return fields
 
 
-def _why_malformed(block: bytes) -> str:
-    for line in block.split(b"\r\n"):
-        if _FIELD.fullmatch(line):
-            continue
-        if line[:1] in (b" ", b"\t"):
-            return "a folded header line (obs-fold)"
-        if re.match(_TCHAR + rb"+[ \t]+:", line):
-            return "white space between a field name and its colon"
-        if b"\n" in line or b"\r" in line:
-            return "bare CR or LF in a header line"
-        return "malformed header line"
-    return "malformed header"
+def _field(line: bytes) -> Field:
+    if _FIELD.fullmatch(line) is None:
+        raise BadMessage(_why_malformed(line))
+    name, _, value = line.partition(b":")
+    name, value = name.lower(), value.strip(b" \t")
+    travels = b"%b: %b\r\n" % (name, value) if not name.startswith(b"x-zenlaunch-") else b""
+    up = travels if name not in _NOT_FORWARDED_UP else b""
+    down = travels if name not in _NOT_FORWARDED_DOWN else b""
+    return Field(name, value, up, down, name in _FRAMING)
+
+
+def _why_malformed(line: bytes) -> str:
+    if line[:1] in (b" ", b"\t"):
+        return "a folded header line (obs-fold)"
+    if re.match(_TCHAR + rb"+[ \t]+:", line):
+        return "white space between a field name and its colon"
+    if b"\n" in line or b"\r" in line:
+        return "bare CR or LF in a header line"
+    return "malformed header line"
+
+
+def _request_line(line: bytes) -> tuple[str, bytes, int]:
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        raise BadMessage("malformed request line")
+    if len(line) > MAX_REQUEST_LINE_BYTES:
+        raise BadMessage("the request line is longer than 16 KiB", status=414)
+    if match[3] != b"1":
+        raise BadMessage("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
+    return match[1].decode(), match[2], 1 if match[4] != b"0" else 0
+
+
+def _status_line(line: bytes) -> tuple[int, bytes, int]:
+    match = _STATUS_LINE.fullmatch(line)
+    if match is None:
+        raise BadMessage("malformed status line")
+    return int(match[2]), match[3] or b"", int(match[1])
+
+
+_known_field = lru_cache(maxsize=4096)(_field)
+_known_request_line = lru_cache(maxsize=512)(_request_line)
+_known_status_line = lru_cache(maxsize=512)(_status_line)
 
 
 def _framing(length: bytes | None, coding: bytes, *, minor: int) -> int | None:
@@ -279,36 +320,27 @@ def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip(b" \t") for token in value.split(b",")) - {b""}
 
 
-def request_fields(head: RequestHead, *, also_dropped: frozenset[bytes] = _NO_NAMES) -> list[bytes]:
-    """Return the field lines of a request that travel on, each with its line end."""
-    one_hop = head.one_hop
-    return [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in head.fields
-        if name not in _NOT_FORWARDED_UP
-        and name not in one_hop
-        and name not in also_dropped
-        and not name.startswith(b"x-zenlaunch-")
-    ]
+def request_fields(head: RequestHead, *, also_dropped: frozenset[bytes] = _NO_NAMES) -> bytes:
+    """Return the field lines of a request that travel on."""
+    dropped = head.one_hop | also_dropped
+    if not dropped:
+        return b"".join([one.up for one in head.fields])
+    return b"".join([one.up for one in head.fields if one.name not in dropped])
 
 
-def response_fields(head: ResponseHead) -> list[bytes]:
-    """Return the field lines of a response that travel on, each with its line end."""
+def response_fields(head: ResponseHead) -> bytes:
+    """Return the field lines of a response that travel on."""
     one_hop = head.one_hop
-    return [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in head.fields
-        if name not in _NOT_FORWARDED_DOWN
-        and name not in one_hop
-        and not name.startswith(b"x-zenlaunch-")
-    ]
+    if not one_hop:
+        return b"".join([one.down for one in head.fields])
+    return b"".join([one.down for one in head.fields if one.name not in one_hop])
 
 
 def field(fields: Fields, name: bytes) -> bytes | None:
     """Return the value of the first field called `name` (lower case), or None."""
-    for key, value in fields:
-        if key == name:
-            return value
+    for one in fields:
+        if one.name == name:
+            return one.value
     return None
 
 
