@@ -23,8 +23,6 @@ from zenlaunch.proxy.http1 import (
     ResponseHead,
     chunk,
     field,
-    request_fields,
-    response_fields,
 )
 from zenlaunch.proxy.metrics import SECONDS, Counters, bump
 from zenlaunch.proxy.retry import FIRST, Fault, History, Next, counts_against, decide
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zenlaunch.proxy")
 
-_KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
-_NONE = frozenset[bytes]()
 KEEPALIVE = b": keep-alive" + b" " * 1024 + b"\n\n"
 
 # What a client is told when nothing can be tried any more.
@@ -161,10 +157,10 @@ class Exchange:
             self._stream_wanted = _wants_stream(self._body, self._body_bytes)
             self._last_byte = self._started
         # A key that was checked here is not the engine's business: it gets its own, or none.
-        dropped = _KEY_FIELDS if hub.upstream_authorization or len(hub.keys) else _NONE
+        keyless = hub.upstream_authorization or len(hub.keys)
         has_body = self._body_bytes or self.method == "POST"
         self._request_fields = b"%b%bx-request-id: %b\r\n%b%b\r\n" % (
-            request_fields(self._head, also_dropped=dropped),
+            self._head.up_keyless if keyless else self._head.up,
             self._client.forwarded(self._head),
             self.request_id.encode(),
             hub.upstream_authorization,
@@ -277,7 +273,7 @@ class Exchange:
                 self._go(choice.lease)
                 return
         self._response = head
-        content_type = (field(head.fields, b"content-type") or b"").lower()
+        content_type = head.content_type
         if content_type.startswith(b"text/event-stream"):
             if field(head.fields, b"content-encoding") is None:
                 self._tracker = EventTracker()
@@ -410,7 +406,7 @@ class Exchange:
             self.write(chunk(payload) if self._chunked_down else payload)
             return
         has_body = self.method != "HEAD" and head.status not in (204, 304)
-        fields = response_fields(head)
+        fields = head.down
         if not has_body:
             if head.length_bytes is not None and head.status != 204:
                 fields += b"content-length: %d\r\n" % head.length_bytes

@@ -77,11 +77,12 @@ class Field(NamedTuple):
     framing: bool
 
 
-Fields = list[Field]
+Fields = tuple[Field, ...]
 
-# The same lines come again with every request of a client and every answer of an engine: parsing
-# and checking them once is most of what a small request saves. Long lines are not kept.
+# The same heads and lines come again with every request of a client and every answer of an engine:
+# parsing and checking them once is most of what a small request saves. Long ones are not kept.
 _KEPT_LINE_BYTES = 512
+_KEPT_HEAD_BYTES = 2048
 
 
 class BadMessage(Exception):
@@ -111,6 +112,8 @@ class RequestHead(NamedTuple):
     expects_continue: bool
     upgrade: bytes
     one_hop: frozenset[bytes]
+    up: bytes  # the lines that travel on
+    up_keyless: bytes  # the same without the client's API key
 
 
 class ResponseHead(NamedTuple):
@@ -124,8 +127,11 @@ class ResponseHead(NamedTuple):
     chunked: bool
     keep_alive: bool
     one_hop: frozenset[bytes]
+    content_type: bytes  # lower case
+    down: bytes  # the lines that travel on
 
 
+KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
 _NO_NAMES: frozenset[bytes] = frozenset()
 
 
@@ -156,6 +162,15 @@ def parse_request_head(head: bytes) -> RequestHead:
 
     Raises `BadMessage` with the status to answer (400, 414, 417, 431, 505).
     """
+    return _known_request(head) if len(head) <= _KEPT_HEAD_BYTES else _parse_request(head)
+
+
+def parse_response_head(head: bytes) -> ResponseHead:
+    """Parse a response head without its closing empty line; raises `BadMessage`."""
+    return _known_response(head) if len(head) <= _KEPT_HEAD_BYTES else _parse_response(head)
+
+
+def _parse_request(head: bytes) -> RequestHead:
     line, _, block = head.partition(b"\r\n")
     known = len(line) <= _KEPT_LINE_BYTES
     method, target, minor = _known_request_line(line) if known else _request_line(line)
@@ -191,6 +206,7 @@ def parse_request_head(head: bytes) -> RequestHead:
     if expect and expect != b"100-continue":
         raise BadMessage("the only expectation known is 100-continue", status=417)
     one_hop = _tokens(connection) if connection else _NO_NAMES
+    travelling = [one for one in fields if one.up and one.name not in one_hop]
     return RequestHead(
         method,
         target,
@@ -203,11 +219,12 @@ def parse_request_head(head: bytes) -> RequestHead:
         bool(expect) and minor == 1,
         upgrade,
         one_hop,
+        b"".join(one.up for one in travelling),
+        b"".join(one.up for one in travelling if one.name not in KEY_FIELDS),
     )
 
 
-def parse_response_head(head: bytes) -> ResponseHead:
-    """Parse a response head without its closing empty line; raises `BadMessage`."""
+def _parse_response(head: bytes) -> ResponseHead:
     line, _, block = head.partition(b"\r\n")
     known = len(line) <= _KEPT_LINE_BYTES
     status, reason, minor = _known_status_line(line) if known else _status_line(line)
@@ -239,16 +256,20 @@ def parse_response_head(head: bytes) -> ResponseHead:
         bool(coding),
         keep_alive,
         one_hop,
+        (field(fields, b"content-type") or b"").lower(),
+        b"".join([one.down for one in fields if one.name not in one_hop]),
     )
 
 
 def _parse_fields(block: bytes) -> Fields:
     if not block:
-        return []
-    fields = [
-        _known_field(line) if len(line) <= _KEPT_LINE_BYTES else _field(line)
-        for line in block.split(b"\r\n")
-    ]
+        return ()
+    fields = tuple(
+        [
+            _known_field(line) if len(line) <= _KEPT_LINE_BYTES else _field(line)
+            for line in block.split(b"\r\n")
+        ]
+    )
     if len(fields) > MAX_FIELDS:
         raise BadMessage(f"more than {MAX_FIELDS} header fields", status=431)
     return fields
@@ -293,6 +314,8 @@ def _status_line(line: bytes) -> tuple[int, bytes, int]:
     return int(match[2]), match[3] or b"", int(match[1])
 
 
+_known_request = lru_cache(maxsize=1024)(_parse_request)
+_known_response = lru_cache(maxsize=1024)(_parse_response)
 _known_field = lru_cache(maxsize=4096)(_field)
 _known_request_line = lru_cache(maxsize=512)(_request_line)
 _known_status_line = lru_cache(maxsize=512)(_status_line)
@@ -318,22 +341,6 @@ def _tokens(value: bytes) -> frozenset[bytes]:
     if _TOKENS.fullmatch(value) is None:
         raise BadMessage("malformed Connection")
     return frozenset(token.strip(b" \t") for token in value.split(b",")) - {b""}
-
-
-def request_fields(head: RequestHead, *, also_dropped: frozenset[bytes] = _NO_NAMES) -> bytes:
-    """Return the field lines of a request that travel on."""
-    dropped = head.one_hop | also_dropped
-    if not dropped:
-        return b"".join([one.up for one in head.fields])
-    return b"".join([one.up for one in head.fields if one.name not in dropped])
-
-
-def response_fields(head: ResponseHead) -> bytes:
-    """Return the field lines of a response that travel on."""
-    one_hop = head.one_hop
-    if not one_hop:
-        return b"".join([one.down for one in head.fields])
-    return b"".join([one.down for one in head.fields if one.name not in one_hop])
 
 
 def field(fields: Fields, name: bytes) -> bytes | None:
