@@ -153,7 +153,12 @@ def ours(parts: list[bytes]) -> tuple[list[Parsed], bool]:
                 buffer, left = buffer[left:], left - len(body[-1])
             if decoder.done or (not head.chunked and left == 0):
                 found.append(
-                    (head.method.encode(), head.target, sorted(head.fields), b"".join(body))
+                    (
+                        head.method.encode(),
+                        head.target,
+                        sorted(f[:2] for f in head.fields),
+                        b"".join(body),
+                    )
                 )
                 closing = not head.keep_alive
                 head = None
@@ -244,6 +249,12 @@ class Transport:
 
     def abort(self) -> None:
         self.closing = True
+
+    def get_extra_info(self, name: str) -> Transport:
+        return self
+
+    def fileno(self) -> int:
+        return -1
 
 
 class Recorder:

@@ -10,22 +10,26 @@ import json
 import os
 import sys
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 
 from zenlaunch.errors import ProxyError
 
 _FLUSH_LINES = 256
+_quoted = lru_cache(maxsize=256)(json.dumps)
 
 
 class AccessLog:
     """Append JSON lines to a file, or to stderr for `-`; nothing for None."""
 
-    __slots__ = ("_fd", "_lines", "_path", "enabled")
+    __slots__ = ("_fd", "_lines", "_path", "_second", "_stamp", "enabled")
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._lines: list[str] = []
         self._fd = -1
+        self._second = -1
+        self._stamp = ""
         self.enabled = path is not None
         if self.enabled:
             self.reopen()
@@ -66,11 +70,14 @@ class AccessLog:
     ) -> None:
         """Add one request. `at_s` is seconds since the epoch, `status` 499: the client left."""
         first = "null" if first_byte_s is None else f"{first_byte_s:.6f}"
-        stamp = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
+        second = int(at_s)
+        if second != self._second:
+            self._second = second
+            self._stamp = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S.")
         # Only `path` is the client's own text; everything else is checked or ours.
         self._lines.append(
-            f'{{"time":"{stamp}","client":"{client}","method":"{method}",'
-            f'"path":{json.dumps(path)},"status":{status},"upstream":"{upstream}",'
+            f'{{"time":"{self._stamp}{int((at_s - second) * 1000):03d}Z","client":"{client}",'
+            f'"method":"{method}","path":{_quoted(path)},"status":{status},"upstream":"{upstream}",'
             f'"request_id":"{request_id}","key":"{key or ""}","bytes_in":{bytes_in},'
             f'"bytes_out":{bytes_out},"first_byte_s":{first},"duration_s":{duration_s:.6f},'
             f'"attempts":{attempts},"error":"{error}"}}\n'

@@ -28,7 +28,7 @@ from zenlaunch.proxy.http1 import (
 from zenlaunch.proxy.metrics import bump
 from zenlaunch.proxy.options import HalfClose
 from zenlaunch.proxy.routes import Action, Resolution, Route, resolve
-from zenlaunch.proxy.trust import presented_key
+from zenlaunch.proxy.trust import forwarded_fields, presented_key
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.admin import Admin
@@ -64,6 +64,7 @@ class ClientConnection(asyncio.Protocol):
         "_decoder",
         "_exchange",
         "_finished_reading",
+        "_forwarded",
         "_head",
         "_hub",
         "_key_name",
@@ -75,6 +76,7 @@ class ClientConnection(asyncio.Protocol):
         "_reserved",
         "_resolution",
         "_stalled_bytes",
+        "fd",
         "paused",
         "peer",
         "transport",
@@ -105,6 +107,8 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = hub.now() + hub.options.head_timeout_s
         self._paused_at = 0.0
         self._stalled_bytes = 0
+        self._forwarded: tuple[bytes, bytes] | None = None
+        self.fd = -1
         self.paused = False
         self.peer = "local"
         self.trusted = False
@@ -114,6 +118,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         hub = self._hub
+        self.fd = transport.get_extra_info("socket").fileno()
         if not self._private:
             peername = transport.get_extra_info("peername")
             if isinstance(peername, tuple):
@@ -151,6 +156,15 @@ class ClientConnection(asyncio.Protocol):
         if own is not None:
             own.cancel()
         self._drop_body()
+
+    def forwarded(self, head: RequestHead) -> bytes:
+        """Return the X-Forwarded-* lines for a request of this client."""
+        if self.trusted:
+            return forwarded_fields(head, peer=self.peer, trusted=True)
+        if self._forwarded is None or self._forwarded[0] != head.host:
+            lines = forwarded_fields(head, peer=self.peer, trusted=False)
+            self._forwarded = (head.host, lines)
+        return self._forwarded[1]
 
     def pause_writing(self) -> None:
         self.paused = True

@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+from bisect import bisect_left
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.answers import REASONS, error_body
@@ -20,13 +23,10 @@ from zenlaunch.proxy.http1 import (
     ResponseHead,
     chunk,
     field,
-    request_fields,
-    response_fields,
 )
-from zenlaunch.proxy.metrics import Counters, bump
+from zenlaunch.proxy.metrics import SECONDS, Counters, bump
 from zenlaunch.proxy.retry import FIRST, Fault, History, Next, counts_against, decide
 from zenlaunch.proxy.sse import EventTracker, error_event
-from zenlaunch.proxy.trust import forwarded_fields
 from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zenlaunch.proxy")
 
-_KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
-_NONE = frozenset[bytes]()
 KEEPALIVE = b": keep-alive" + b" " * 1024 + b"\n\n"
 
 # What a client is told when nothing can be tried any more.
@@ -159,17 +157,15 @@ class Exchange:
             self._stream_wanted = _wants_stream(self._body, self._body_bytes)
             self._last_byte = self._started
         # A key that was checked here is not the engine's business: it gets its own, or none.
-        dropped = _KEY_FIELDS if hub.upstream_authorization or len(hub.keys) else _NONE
-        fields = request_fields(self._head, also_dropped=dropped)
-        fields.append(
-            forwarded_fields(self._head, peer=self._client.peer, trusted=self._client.trusted)
+        keyless = hub.upstream_authorization or len(hub.keys)
+        has_body = self._body_bytes or self.method == "POST"
+        self._request_fields = b"%b%bx-request-id: %b\r\n%b%b\r\n" % (
+            self._head.up_keyless if keyless else self._head.up,
+            self._client.forwarded(self._head),
+            self.request_id.encode(),
+            hub.upstream_authorization,
+            b"content-length: %d\r\n" % self._body_bytes if has_body else b"",
         )
-        fields.append(b"x-request-id: %b\r\n" % self.request_id.encode())
-        fields.append(hub.upstream_authorization)
-        if self._body_bytes or self.method == "POST":
-            fields.append(b"content-length: %d\r\n" % self._body_bytes)
-        fields.append(b"\r\n")
-        self._request_fields = b"".join(fields)
         if hub.waiting:
             self._queue()
         else:
@@ -277,7 +273,7 @@ class Exchange:
                 self._go(choice.lease)
                 return
         self._response = head
-        content_type = (field(head.fields, b"content-type") or b"").lower()
+        content_type = head.content_type
         if content_type.startswith(b"text/event-stream"):
             if field(head.fields, b"content-encoding") is None:
                 self._tracker = EventTracker()
@@ -323,15 +319,30 @@ class Exchange:
         return None
 
     def _relay_chunk(self, data: bytes) -> None:
-        self.write(data)
-        now = self._hub.now()
+        # Most of the proxy's life is here. One system call at once is cheaper than the transport's
+        # queue; the transport still takes what the socket does not, and finds out what is broken.
+        # The descriptor is the connection's own: it is closed after `connection_lost` only.
+        size = len(data)
+        transport = self._client.transport
+        if transport.get_write_buffer_size() or transport.is_closing():
+            transport.write(data)
+        else:
+            try:
+                sent = os.write(self._client.fd, data)
+            except OSError:
+                sent = 0
+            if sent != size:
+                transport.write(data[sent:])
+        now = monotonic()
         counters = self._counters
         assert counters is not None
-        size = len(data)
         self._out_bytes += size
         counters.bytes_received += size
         counters.events += data.count(b"\n\n")
-        counters.gaps.observe(now - self._last_byte)
+        gaps = counters.gaps
+        gap_s = now - self._last_byte
+        gaps.counts[bisect_left(SECONDS, gap_s)] += 1
+        gaps.sum_s += gap_s
         self._last_byte = now
 
     def on_end(self, connection: UpstreamConnection) -> None:
@@ -395,26 +406,24 @@ class Exchange:
             self.write(chunk(payload) if self._chunked_down else payload)
             return
         has_body = self.method != "HEAD" and head.status not in (204, 304)
-        fields = response_fields(head)
+        fields = head.down
         if not has_body:
             if head.length_bytes is not None and head.status != 204:
-                fields.append(b"content-length: %d\r\n" % head.length_bytes)
+                fields += b"content-length: %d\r\n" % head.length_bytes
         elif length_bytes is not None:
-            fields.append(b"content-length: %d\r\n" % length_bytes)
+            fields += b"content-length: %d\r\n" % length_bytes
         elif self._head.minor == 1:
-            fields.append(b"transfer-encoding: chunked\r\n")
+            fields += b"transfer-encoding: chunked\r\n"
             self._chunked_down = True
             payload = chunk(payload)
         else:
             self._keep = False
         if self._tracker is not None:
             if field(head.fields, b"x-accel-buffering") is None:
-                fields.append(b"x-accel-buffering: no\r\n")
+                fields += b"x-accel-buffering: no\r\n"
             if field(head.fields, b"cache-control") is None:
-                fields.append(b"cache-control: no-cache\r\n")
-        self._finish_head(
-            b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason), b"".join(fields), payload
-        )
+                fields += b"cache-control: no-cache\r\n"
+        self._finish_head(b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason), fields, payload)
 
     def _drop_body(self) -> None:
         """Forget the request's body: it will not be sent again."""

@@ -9,6 +9,7 @@ extensions and trailers end here; bodies are never changed.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_HEAD_BYTES = 65_536
@@ -21,7 +22,6 @@ _TCHAR = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 _VALUE = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
 _REQUEST_LINE = re.compile(rb"(" + _TCHAR + rb"+) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
-_FIELDS = re.compile(rb"(?:" + _TCHAR + rb"+:" + _VALUE + rb"\r\n)*")
 _FIELD = re.compile(_TCHAR + rb"+:" + _VALUE)
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
@@ -62,7 +62,27 @@ _FRAMING = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"}
 )
 
-Fields = list[tuple[bytes, bytes]]
+
+class Field(NamedTuple):
+    """One header field: lower-case name, value, and the whole line as it travels on.
+
+    `up` and `down` are empty where the field ends here. `framing` fields say how to read the
+    message.
+    """
+
+    name: bytes
+    value: bytes
+    up: bytes
+    down: bytes
+    framing: bool
+
+
+Fields = tuple[Field, ...]
+
+# The same heads and lines come again with every request of a client and every answer of an engine:
+# parsing and checking them once is most of what a small request saves. Long ones are not kept.
+_KEPT_LINE_BYTES = 512
+_KEPT_HEAD_BYTES = 2048
 
 
 class BadMessage(Exception):
@@ -92,6 +112,8 @@ class RequestHead(NamedTuple):
     expects_continue: bool
     upgrade: bytes
     one_hop: frozenset[bytes]
+    up: bytes  # the lines that travel on
+    up_keyless: bytes  # the same without the client's API key
 
 
 class ResponseHead(NamedTuple):
@@ -105,8 +127,11 @@ class ResponseHead(NamedTuple):
     chunked: bool
     keep_alive: bool
     one_hop: frozenset[bytes]
+    content_type: bytes  # lower case
+    down: bytes  # the lines that travel on
 
 
+KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
 _NO_NAMES: frozenset[bytes] = frozenset()
 
 
@@ -137,21 +162,24 @@ def parse_request_head(head: bytes) -> RequestHead:
 
     Raises `BadMessage` with the status to answer (400, 414, 417, 431, 505).
     """
+    return _known_request(head) if len(head) <= _KEPT_HEAD_BYTES else _parse_request(head)
+
+
+def parse_response_head(head: bytes) -> ResponseHead:
+    """Parse a response head without its closing empty line; raises `BadMessage`."""
+    return _known_response(head) if len(head) <= _KEPT_HEAD_BYTES else _parse_response(head)
+
+
+def _parse_request(head: bytes) -> RequestHead:
     line, _, block = head.partition(b"\r\n")
-    match = _REQUEST_LINE.fullmatch(line)
-    if match is None:
-        raise BadMessage("malformed request line")
-    if len(line) > MAX_REQUEST_LINE_BYTES:
-        raise BadMessage("the request line is longer than 16 KiB", status=414)
-    if match[3] != b"1":
-        raise BadMessage("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
-    minor = 1 if match[4] != b"0" else 0
+    known = len(line) <= _KEPT_LINE_BYTES
+    method, target, minor = _known_request_line(line) if known else _request_line(line)
     fields = _parse_fields(block)
     hosts: list[bytes] = []
     length: bytes | None = None
     coding = connection = expect = upgrade = b""
-    for name, value in fields:
-        if name not in _FRAMING:
+    for name, value, _, _, framing in fields:
+        if not framing:
             continue
         if name == b"host":
             hosts.append(value)
@@ -166,7 +194,7 @@ def parse_request_head(head: bytes) -> RequestHead:
         elif name == b"connection":
             connection = connection + b"," + value.lower() if connection else value.lower()
         elif name == b"expect":
-            expect = value.lower()
+            expect = expect + b"," + value.lower() if expect else value.lower()
         else:
             upgrade = value.lower()
     if len(hosts) != 1 and (hosts or minor):
@@ -178,9 +206,10 @@ def parse_request_head(head: bytes) -> RequestHead:
     if expect and expect != b"100-continue":
         raise BadMessage("the only expectation known is 100-continue", status=417)
     one_hop = _tokens(connection) if connection else _NO_NAMES
+    travelling = [one for one in fields if one.up and one.name not in one_hop]
     return RequestHead(
-        match[1].decode(),
-        match[2],
+        method,
+        target,
         minor,
         fields,
         host,
@@ -190,20 +219,21 @@ def parse_request_head(head: bytes) -> RequestHead:
         bool(expect) and minor == 1,
         upgrade,
         one_hop,
+        b"".join(one.up for one in travelling),
+        b"".join(one.up for one in travelling if one.name not in KEY_FIELDS),
     )
 
 
-def parse_response_head(head: bytes) -> ResponseHead:
-    """Parse a response head without its closing empty line; raises `BadMessage`."""
+def _parse_response(head: bytes) -> ResponseHead:
     line, _, block = head.partition(b"\r\n")
-    match = _STATUS_LINE.fullmatch(line)
-    if match is None:
-        raise BadMessage("malformed status line")
-    minor = int(match[1])
+    known = len(line) <= _KEPT_LINE_BYTES
+    status, reason, minor = _known_status_line(line) if known else _status_line(line)
     fields = _parse_fields(block)
     length: bytes | None = None
     coding = connection = b""
-    for name, value in fields:
+    for name, value, _, _, framing in fields:
+        if not framing:
+            continue
         if name == b"content-length":
             if length is not None:
                 raise BadMessage("more than one Content-Length")
@@ -218,43 +248,77 @@ def parse_response_head(head: bytes) -> ResponseHead:
     one_hop = _tokens(connection) if connection else _NO_NAMES
     keep_alive = b"close" not in one_hop and (minor == 1 or b"keep-alive" in one_hop)
     return ResponseHead(
-        int(match[2]),
-        match[3] or b"",
+        status,
+        reason,
         minor,
         fields,
         length_bytes,
         bool(coding),
         keep_alive,
         one_hop,
+        (field(fields, b"content-type") or b"").lower(),
+        b"".join([one.down for one in fields if one.name not in one_hop]),
     )
 
 
 def _parse_fields(block: bytes) -> Fields:
     if not block:
-        return []
-    if _FIELDS.fullmatch(block + b"\r\n") is None:
-        raise BadMessage(_why_malformed(block))
-    fields: Fields = []
-    for line in block.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        fields.append((name.lower(), value.strip(b" \t")))
+        return ()
+    fields = tuple(
+        [
+            _known_field(line) if len(line) <= _KEPT_LINE_BYTES else _field(line)
+            for line in block.split(b"\r\n")
+        ]
+    )
     if len(fields) > MAX_FIELDS:
         raise BadMessage(f"more than {MAX_FIELDS} header fields", status=431)
     return fields
 
 
-def _why_malformed(block: bytes) -> str:
-    for line in block.split(b"\r\n"):
-        if _FIELD.fullmatch(line):
-            continue
-        if line[:1] in (b" ", b"\t"):
-            return "a folded header line (obs-fold)"
-        if re.match(_TCHAR + rb"+[ \t]+:", line):
-            return "white space between a field name and its colon"
-        if b"\n" in line or b"\r" in line:
-            return "bare CR or LF in a header line"
-        return "malformed header line"
-    return "malformed header"
+def _field(line: bytes) -> Field:
+    if _FIELD.fullmatch(line) is None:
+        raise BadMessage(_why_malformed(line))
+    name, _, value = line.partition(b":")
+    name, value = name.lower(), value.strip(b" \t")
+    travels = b"%b: %b\r\n" % (name, value) if not name.startswith(b"x-zenlaunch-") else b""
+    up = travels if name not in _NOT_FORWARDED_UP else b""
+    down = travels if name not in _NOT_FORWARDED_DOWN else b""
+    return Field(name, value, up, down, name in _FRAMING)
+
+
+def _why_malformed(line: bytes) -> str:
+    if line[:1] in (b" ", b"\t"):
+        return "a folded header line (obs-fold)"
+    if re.match(_TCHAR + rb"+[ \t]+:", line):
+        return "white space between a field name and its colon"
+    if b"\n" in line or b"\r" in line:
+        return "bare CR or LF in a header line"
+    return "malformed header line"
+
+
+def _request_line(line: bytes) -> tuple[str, bytes, int]:
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        raise BadMessage("malformed request line")
+    if len(line) > MAX_REQUEST_LINE_BYTES:
+        raise BadMessage("the request line is longer than 16 KiB", status=414)
+    if match[3] != b"1":
+        raise BadMessage("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
+    return match[1].decode(), match[2], 1 if match[4] != b"0" else 0
+
+
+def _status_line(line: bytes) -> tuple[int, bytes, int]:
+    match = _STATUS_LINE.fullmatch(line)
+    if match is None:
+        raise BadMessage("malformed status line")
+    return int(match[2]), match[3] or b"", int(match[1])
+
+
+_known_request = lru_cache(maxsize=1024)(_parse_request)
+_known_response = lru_cache(maxsize=1024)(_parse_response)
+_known_field = lru_cache(maxsize=4096)(_field)
+_known_request_line = lru_cache(maxsize=512)(_request_line)
+_known_status_line = lru_cache(maxsize=512)(_status_line)
 
 
 def _framing(length: bytes | None, coding: bytes, *, minor: int) -> int | None:
@@ -279,36 +343,11 @@ def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip(b" \t") for token in value.split(b",")) - {b""}
 
 
-def request_fields(head: RequestHead, *, also_dropped: frozenset[bytes] = _NO_NAMES) -> list[bytes]:
-    """Return the field lines of a request that travel on, each with its line end."""
-    one_hop = head.one_hop
-    return [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in head.fields
-        if name not in _NOT_FORWARDED_UP
-        and name not in one_hop
-        and name not in also_dropped
-        and not name.startswith(b"x-zenlaunch-")
-    ]
-
-
-def response_fields(head: ResponseHead) -> list[bytes]:
-    """Return the field lines of a response that travel on, each with its line end."""
-    one_hop = head.one_hop
-    return [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in head.fields
-        if name not in _NOT_FORWARDED_DOWN
-        and name not in one_hop
-        and not name.startswith(b"x-zenlaunch-")
-    ]
-
-
 def field(fields: Fields, name: bytes) -> bytes | None:
     """Return the value of the first field called `name` (lower case), or None."""
-    for key, value in fields:
-        if key == name:
-            return value
+    for one in fields:
+        if one.name == name:
+            return one.value
     return None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 
 class Action(StrEnum):
@@ -181,12 +182,21 @@ _ABSOLUTE = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 _NOT_FOUND = Resolution(route=None)
 
 
+@lru_cache(maxsize=512)
+def _known(method: str, target: bytes) -> Resolution:
+    return _resolve(method, target)
+
+
 def resolve(method: str, target: bytes) -> Resolution:
     """Find what a request for `target` (origin or absolute form) may do.
 
     A route that is known but refused is returned with its action; everything else unknown has
     `route` None. A known path with another method has `allow` set.
     """
+    return _known(method, target) if len(target) <= 512 else _resolve(method, target)
+
+
+def _resolve(method: str, target: bytes) -> Resolution:
     if target[:1] != b"/":
         absolute = _ABSOLUTE.match(target)
         if absolute is None:

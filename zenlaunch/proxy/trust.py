@@ -117,7 +117,7 @@ def forwarded_fields(head: RequestHead, *, peer: str, trusted: bool) -> bytes:
     """
     chain, proto, host = peer.encode(), b"http", head.host
     if trusted:
-        before = b", ".join(value for name, value in head.fields if name == b"x-forwarded-for")
+        before = b", ".join(one.value for one in head.fields if one.name == b"x-forwarded-for")
         if before:
             chain = before + b", " + chain
         proto = field(head.fields, b"x-forwarded-proto") or proto

@@ -9,6 +9,7 @@ close the connection.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -72,6 +73,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_receiver",
         "_relay",
         "_sent_at",
+        "fd",
         "idle_since",
         "single",
         "transport",
@@ -94,10 +96,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._sent_at = 0.0
         self.uses = 0
         self.single = False
+        self.fd = -1
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        self.fd = transport.get_extra_info("socket").fileno()
         self.upstream.connections += 1
 
     def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, now: float) -> None:
@@ -122,6 +126,21 @@ class UpstreamConnection(asyncio.Protocol):
         self._relay = None
         self._await = _Await.NOTHING
         self.transport.abort()
+
+    def is_silent(self) -> bool:
+        """Tell whether nothing has come since the last response: neither bytes nor the end.
+
+        Whatever has come is nobody's answer, and would be taken for the next request's.
+        """
+        if self.transport.is_closing():
+            return False
+        try:
+            os.read(self.fd, 1)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def pause(self) -> None:
         """Read no more until `resume`: the client is slow."""
@@ -299,10 +318,7 @@ class Upstream:
         """Return the idle connection used last, if one is fresh enough."""
         while self.idle:
             connection = self.idle.pop()
-            if (
-                now - connection.idle_since < self.pool_idle_s
-                and not connection.transport.is_closing()
-            ):
+            if now - connection.idle_since < self.pool_idle_s and connection.is_silent():
                 return connection
             connection.transport.abort()
         return None
