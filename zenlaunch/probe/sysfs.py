@@ -20,7 +20,7 @@ from zenlaunch.probe.caches import read_l3
 from zenlaunch.probe.cgroup import read_allowed
 from zenlaunch.probe.conflicts import conflicts, few
 from zenlaunch.probe.cpuinfo import CPUINFO, CpuInfo, read_cpuinfo, read_machine
-from zenlaunch.probe.nodes import read_nodes
+from zenlaunch.probe.nodes import own_nodes, read_nodes
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.tree import Tree
 from zenlaunch.topology import Core, CoreKind, Note, Package, Severity, Topology, group_by
@@ -61,6 +61,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     nodes = read_nodes(tree, online=online, live=live)
     notes += nodes.notes
     node_of = _unique({n.id: n.cpus for n in nodes.nodes})
+    node_of |= own_nodes(tree, nodes.nodes, union(n.cpus for n in nodes.nodes) - CpuSet(node_of))
     rows = _read_rows(tree, online)
     siblings = _siblings(tree, rows, online, node_of, lazy, notes)
     packages = _packages(rows, online, lazy, notes)
