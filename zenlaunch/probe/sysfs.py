@@ -140,12 +140,10 @@ def _online_by_folder(tree: Tree, folders: CpuSet) -> CpuSet:
     state = {cpu: tree.text(f"{CPU}/cpu{cpu}/online") or "" for cpu in folders}
     up = CpuSet(cpu for cpu, text in state.items() if text == "1")
     # A CPU that cannot be taken offline (often CPU 0) has no such file.
-    unsaid = [cpu for cpu, text in state.items() if text not in ("0", "1")]
-    # An offline CPU keeps its folder but not its topology.
-    alive = CpuSet(cpu for cpu in unsaid if tree.names(f"{CPU}/cpu{cpu}/topology"))
-    if alive or up:
-        return up | alive
-    return CpuSet(unsaid)
+    unsaid = CpuSet(cpu for cpu, text in state.items() if text not in ("0", "1"))
+    # An offline CPU keeps its folder but not its topology; a cut dump may have none at all.
+    alive = CpuSet(cpu for cpu in folders if tree.names(f"{CPU}/cpu{cpu}/topology"))
+    return up | (unsaid & alive if alive else unsaid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
