@@ -51,13 +51,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     lazy = _LazyCpuInfo(tree)
     online, offline = _read_online(tree, lazy, notes)
     if not online:
-        raise TopologyError(
-            f"no CPU information below {tree.root or '/'}: neither {tree.path(CPU)} nor "
-            f"{tree.path(CPUINFO)} names a CPU",
-            hint="--sysroot takes the folder that holds sys/ and proc/"
-            if tree.root
-            else "is /sys mounted? (mount -t sysfs sysfs /sys)",
-        )
+        raise _no_cpus(tree)
     nodes = read_nodes(tree, online=online, live=live)
     notes += nodes.notes
     node_of = _unique({n.id: n.cpus for n in nodes.nodes})
@@ -101,6 +95,20 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     )
     notes += conflicts(tree, topology)
     return replace(topology, notes=(*notes, *remarks(topology)))
+
+
+def _no_cpus(tree: Tree) -> TopologyError:
+    if not tree.root:
+        hint = "is /sys mounted? (mount -t sysfs sysfs /sys)"
+    elif tree.names("devices/system/cpu"):
+        hint = f"this is a sys folder itself: --sysroot {Path(tree.root).parent}"
+    else:
+        hint = "--sysroot takes the folder that holds sys/ and proc/"
+    return TopologyError(
+        f"no CPU information below {tree.root or '/'}: neither {tree.path(CPU)} nor "
+        f"{tree.path(CPUINFO)} names a CPU",
+        hint=hint,
+    )
 
 
 class _LazyCpuInfo:
