@@ -251,7 +251,7 @@ def _cpus(w: _Writer) -> None:
     w.put(f"{CPU}/isolated", w.facts.get("isolated", ""))
     w.put(f"{CPU}/nohz_full", w.facts.get("nohz_full", "(null)"))
     for cpu in sorted(w.all):
-        if cpu:
+        if cpu or cpu in w.offline:  # CPU 0 has the file where it can be taken offline
             w.put(f"{CPU}/cpu{cpu}/online", int(cpu in w.online))
     for key, folder in (("fast", "cpu_core"), ("slow", "cpu_atom")):
         if key in w.facts:

@@ -14,11 +14,7 @@ from zenlaunch.probe.dump import save_dump
 from zenlaunch.probe.sysfs import read_sysfs
 from zenlaunch.topology import Topology
 
-# Links of CPUs to nodes are not packed: every kernel of this century has the lists as well.
-MACHINES = [
-    *(n for n in names() if not n.startswith(("epyc-", "past-", "node-list-only-by-links"))),
-    "epyc-9755-2s",
-]
+MACHINES = [*(n for n in names() if not n.startswith(("epyc-", "past-"))), "epyc-9755-2s"]
 
 
 def unpack(archive: Path, folder: Path) -> Path:

@@ -13,7 +13,7 @@ from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import TopologyError
 from zenlaunch.probe.cgroup import read_allowed
 from zenlaunch.probe.conflicts import conflicts
-from zenlaunch.probe.sysfs import read_sysfs, read_tree
+from zenlaunch.probe.sysfs import _no_cpus, read_sysfs, read_tree
 from zenlaunch.probe.tree import Tree
 from zenlaunch.topology import contradictions
 
@@ -175,6 +175,18 @@ def test_no_cpus_at_all(tree: Path, files: dict[str, str]) -> None:
         read_sysfs(write(files, tree), live=False)
     assert caught.value.hint == "--sysroot takes the folder that holds sys/ and proc/"
     assert caught.value.exit_code == 3
+
+
+def test_one_folder_too_deep(tree: Path) -> None:
+    with pytest.raises(TopologyError) as caught:
+        read_sysfs(build(SMALL, tree) / "sys", live=False)
+    assert caught.value.hint == f"this is a sys folder itself: --sysroot {tree}"
+
+
+def test_no_cpus_on_a_live_machine(tree: Path) -> None:
+    nothing = Tree(tree)
+    nothing.root = ""
+    assert "is /sys mounted?" in (_no_cpus(nothing).hint or "")
 
 
 def test_cpuinfo_alone_is_enough_for_cores(tree: Path) -> None:

@@ -109,6 +109,9 @@ def _files(tree: Tree) -> Iterator[tuple[str, bytes]]:
             content = b"".join(line for line in content.splitlines(True) if b"MemTotal:" in line)
         if content is not None:
             yield rel, content
+    for cpu in tree.numbered(CPU, "cpu"):  # the links to the node of each CPU: their names suffice
+        for node in tree.numbered(f"{CPU}/cpu{cpu}", "node"):
+            yield f"{CPU}/cpu{cpu}/node{node}", b""
     cpuinfo = tree.text(CPUINFO)
     if cpuinfo:
         yield CPUINFO, _keep(cpuinfo, _CPUINFO_KEYS)

@@ -64,6 +64,21 @@ def read_nodes(tree: Tree, *, online: CpuSet, live: bool) -> Nodes:
     return Nodes(nodes=tuple(nodes), notes=tuple(notes))
 
 
+def own_nodes(tree: Tree, nodes: tuple[NumaNode, ...], cpus: CpuSet) -> dict[int, int]:
+    """Return cpu -> node for CPUs that several nodes list, where the kernel's link tells.
+
+    With numa=fake the nodes of one socket list the same CPUs; each CPU's folder has a link to the
+    one node that its memory comes from.
+    """
+    listing = {n.id: n.cpus for n in nodes}
+    found: dict[int, int] = {}
+    for cpu in cpus:
+        links = tree.numbered(f"sys/devices/system/cpu/cpu{cpu}", "node")
+        if len(links) == 1 and cpu in listing.get(links[0], EMPTY):
+            found[cpu] = links[0]
+    return found
+
+
 def _node_cpus(tree: Tree, node: int, online: CpuSet, notes: list[Note]) -> CpuSet:
     folder = f"{_NODES}/node{node}"
     listed, masked = tree.cpulist(f"{folder}/cpulist"), tree.cpumask(f"{folder}/cpumap")

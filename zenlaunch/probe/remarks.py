@@ -122,10 +122,13 @@ def _membership(t: Topology) -> _Remarks:
         several |= seen & node.cpus
         seen |= node.cpus
     if several:
+        lost = union(c.cpus for c in t.cores if c.node is None) & several
+        lost = lost if t.cores else several
+        own = f"the own node of {lost} is not known" if lost else "the link of each names its own"
         yield (
             "cpus-in-several-nodes",
             Severity.WARNING,
-            f"CPUs {several} are listed in several nodes: their own node is not known",
+            f"CPUs {several} are listed in several nodes; {own}",
         )
     if t.online - seen and all(n.cpus_known for n in t.nodes):
         yield (

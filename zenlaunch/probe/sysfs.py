@@ -20,7 +20,7 @@ from zenlaunch.probe.caches import read_l3
 from zenlaunch.probe.cgroup import read_allowed
 from zenlaunch.probe.conflicts import conflicts, few
 from zenlaunch.probe.cpuinfo import CPUINFO, CpuInfo, read_cpuinfo, read_machine
-from zenlaunch.probe.nodes import read_nodes
+from zenlaunch.probe.nodes import own_nodes, read_nodes
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.tree import Tree
 from zenlaunch.topology import Core, CoreKind, Note, Package, Severity, Topology, group_by
@@ -51,16 +51,11 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     lazy = _LazyCpuInfo(tree)
     online, offline = _read_online(tree, lazy, notes)
     if not online:
-        raise TopologyError(
-            f"no CPU information below {tree.root or '/'}: neither {tree.path(CPU)} nor "
-            f"{tree.path(CPUINFO)} names a CPU",
-            hint="--sysroot takes the folder that holds sys/ and proc/"
-            if tree.root
-            else "is /sys mounted? (mount -t sysfs sysfs /sys)",
-        )
+        raise _no_cpus(tree)
     nodes = read_nodes(tree, online=online, live=live)
     notes += nodes.notes
     node_of = _unique({n.id: n.cpus for n in nodes.nodes})
+    node_of |= own_nodes(tree, nodes.nodes, union(n.cpus for n in nodes.nodes) - CpuSet(node_of))
     rows = _read_rows(tree, online)
     siblings = _siblings(tree, rows, online, node_of, lazy, notes)
     packages = _packages(rows, online, lazy, notes)
@@ -102,6 +97,20 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
     return replace(topology, notes=(*notes, *remarks(topology)))
 
 
+def _no_cpus(tree: Tree) -> TopologyError:
+    if not tree.root:
+        hint = "is /sys mounted? (mount -t sysfs sysfs /sys)"
+    elif tree.names("devices/system/cpu"):
+        hint = f"this is a sys folder itself: --sysroot {Path(tree.root).parent}"
+    else:
+        hint = "--sysroot takes the folder that holds sys/ and proc/"
+    return TopologyError(
+        f"no CPU information below {tree.root or '/'}: neither {tree.path(CPU)} nor "
+        f"{tree.path(CPUINFO)} names a CPU",
+        hint=hint,
+    )
+
+
 class _LazyCpuInfo:
     """/proc/cpuinfo, read at the first question: most machines never need it (4 MiB on some)."""
 
@@ -139,12 +148,10 @@ def _online_by_folder(tree: Tree, folders: CpuSet) -> CpuSet:
     state = {cpu: tree.text(f"{CPU}/cpu{cpu}/online") or "" for cpu in folders}
     up = CpuSet(cpu for cpu, text in state.items() if text == "1")
     # A CPU that cannot be taken offline (often CPU 0) has no such file.
-    unsaid = [cpu for cpu, text in state.items() if text not in ("0", "1")]
-    # An offline CPU keeps its folder but not its topology.
-    alive = CpuSet(cpu for cpu in unsaid if tree.names(f"{CPU}/cpu{cpu}/topology"))
-    if alive or up:
-        return up | alive
-    return CpuSet(unsaid)
+    unsaid = CpuSet(cpu for cpu, text in state.items() if text not in ("0", "1"))
+    # An offline CPU keeps its folder but not its topology; a cut dump may have none at all.
+    alive = CpuSet(cpu for cpu in folders if tree.names(f"{CPU}/cpu{cpu}/topology"))
+    return up | (unsaid & alive if alive else unsaid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ class Tree:
         self._lists: dict[str, CpuSet] = {}
         self._masks: dict[str, CpuSet] = {}
         self._usual: dict[tuple[str, ...], str] = {}
+        self._others: dict[tuple[str, ...], list[str]] = {}
 
     def path(self, rel: str) -> str:
         """Return the full path of a file, for messages."""
@@ -141,7 +142,12 @@ class Tree:
         return None
 
     def _compare(self, folder: str, used: str, found: CpuSet, names: tuple[str, ...]) -> None:
-        for name in names:
+        # Which other spellings a dump has is learnt from its first CPU.
+        others = self._others.get(names)
+        if others is None:
+            others = [n for n in names if n != used and self.text(folder + n)]
+            self._others[names] = others
+        for name in others:
             text = self.text(folder + name) if name != used else None
             if text and (other := self._parse(folder + name, text)) != found:
                 self.differing.append(Differing(folder + used, found, folder + name, other))
