@@ -37,6 +37,26 @@ LAST_WORDS_S = 1.0
 LOAD_TIMEOUT_S = 2.0
 
 
+# What numactl says when it ends before the program begins; believed before the engine's own words.
+NUMACTL = (
+    Signature(
+        marker="set_mempolicy: Operation not permitted",
+        cause="the kernel does not permit memory policies here",
+        advice="give CAP_SYS_NICE (in docker: --cap-add SYS_NICE)",
+    ),
+    Signature(
+        marker="libnuma: Warning: cpu argument",
+        cause="numactl cannot use a CPU of the plan: it is offline, or a cpuset leaves it out",
+        advice="see `zenlaunch probe` for the CPUs that are allowed here",
+    ),
+    Signature(
+        marker="libnuma: Warning: node argument",
+        cause="numactl cannot use a memory node of the plan: a cpuset leaves it out",
+        advice="see `zenlaunch probe` for the nodes that are allowed here",
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What a run needs from the deployment around it.
@@ -94,7 +114,9 @@ class Run:
         self._oom = crash.oom_count()
         self._evidence: dict[str, str] = {}
         self._artifacts: list[str] = []
-        markers = [p.marker for p in spec.phases] + [s.marker for s in spec.signatures]
+        by_numactl = spec.argv[0].rpartition("/")[2] == "numactl"
+        self._signatures = (*(NUMACTL if by_numactl else ()), *spec.signatures)
+        markers = [p.marker for p in spec.phases] + [s.marker for s in self._signatures]
         if spec.compile_cache is not None:
             markers += spec.compile_cache.artifact_markers
         self._lines = Lines(markers=markers, secrets=around.secrets)
@@ -236,7 +258,7 @@ class Run:
                 self._around.emit(
                     PhaseReached(name=spec.name, phase=phase.name, line=line, seconds=seconds)
                 )
-        for signature in spec.signatures:
+        for signature in self._signatures:
             if signature.marker == marker and marker not in self._evidence:
                 self._evidence[marker] = line
                 if signature.fatal:
@@ -321,7 +343,7 @@ class Run:
 
     def _signature(self) -> Signature | None:
         """Return the first signature, in the spec's order of belief, that the log holds."""
-        return next((s for s in self.spec.signatures if s.marker in self._evidence), None)
+        return next((s for s in self._signatures if s.marker in self._evidence), None)
 
     def _report(
         self, what: str, how: str, cause: str | None, oom: str | None, member: Member

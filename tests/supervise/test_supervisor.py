@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -523,5 +525,42 @@ def test_a_stop_right_after_the_begin_ends_at_once(tmp_path: Path) -> None:
                 r.supervisor.stop(hurry=True)
                 assert (await r.outcome(timeout_s=10)).exit_code == 0
             assert left_of("test/") == []
+
+    go(scene())
+
+
+def test_a_port_that_another_process_answers_is_not_ours(tmp_path: Path) -> None:
+    """Another server took the port after the probe: its 200 must not count for our instance."""
+
+    async def ok(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def scene() -> None:
+        spec = engine("i0", "--never-listen", "--say", "bound")
+        async with Running(deployment(tmp_path, spec)) as r:
+            await r.until(lambda: r.log("i0") == ["bound"])
+            other = await asyncio.start_server(ok, "127.0.0.1", spec.port, reuse_address=True)
+            outcome = await r.outcome()
+            other.close()
+        assert outcome.error is not None
+        assert f"port {spec.port} is answered by another process" in outcome.error.message
+        assert f"pid {os.getpid()} " in outcome.error.message
+
+    go(scene())
+
+
+@pytest.mark.skipif(shutil.which("numactl") is None, reason="needs numactl")
+def test_what_numactl_refuses_is_explained(tmp_path: Path) -> None:
+    async def scene() -> None:
+        plain = engine("i0")
+        bad = replace(plain, argv=("numactl", "--physcpubind=4000", *plain.argv))
+        async with Running(deployment(tmp_path, bad)) as r:
+            outcome = await r.outcome()
+        assert outcome.error is not None
+        assert "numactl cannot use a CPU of the plan" in outcome.error.message
+        assert "zenlaunch probe" in (outcome.error.hint or "")
 
     go(scene())
