@@ -6,28 +6,29 @@ that `zenlaunch --help` and `zenlaunch plan` start at once.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zenlaunch import __version__
+from zenlaunch import __version__, cli_render
+from zenlaunch.cli_options import (
+    AsJson,
+    ConfigFile,
+    ModelArgument,
+    Port,
+    SysRoot,
+    ZenTorch,
+    only_one,
+    read_config,
+    takes_wishes,
+)
 from zenlaunch.config import (
-    Config,
-    Layout,
     Policy,
-    Recipe,
-    Switch,
-    load,
-    override,
     parse_listen,
-    validated,
 )
 from zenlaunch.errors import ConfigError
 
@@ -46,6 +47,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config", help="About the config file.")
+app.add_typer(cli_render.app, name="render", help="Make files that run the plan: systemd, shell.")
+app.add_typer(cli_render.guard_app, name="guard", help="What the units ask.", hidden=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -57,98 +60,6 @@ def run(argv: Sequence[str]) -> int:
         args, engine_args = args[:at], tuple(args[at + 1 :])
     status = app(args=args, prog_name="zenlaunch", obj=engine_args, standalone_mode=True)
     return int(status or 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """One key of the config as a command-line option."""
-
-    path: str
-    kind: Any
-    flags: tuple[str, ...]
-    help: str
-
-    @property
-    def name(self) -> str:
-        return self.path.replace(".", "_")
-
-
-def _option(path: str, kind: Any, flag: str, help_text: str) -> _Option:
-    return _Option(path=path, kind=kind, flags=(flag,), help=help_text)
-
-
-# Every option that a plan can be changed with; the config file has the same keys.
-WISHES = (
-    _option("split.instances", int, "--instances", "Instances in all."),
-    _option("split.instances_per_node", int, "--instances-per-node", "Instances per NUMA node."),
-    _option("split.cores_per_instance", int, "--cores-per-instance", "Cores of each instance."),
-    _option("split.layout", Layout, "--layout", "How a node's cores are dealt out."),
-    _option("split.nodes", str, "--nodes", "NUMA nodes to use, such as 0,1."),
-    _option("split.cpus", str, "--cpus", "CPUs to use, such as 0-63 (also isolated ones)."),
-    _option("split.threads_per_core", int, "--threads-per-core", "1, or 2 with SMT."),
-    _option("split.reserve_per_instance", int, "--reserve-per-instance",
-            "Cores of each instance kept free of engine threads."),
-    _option("split.reserve_proxy", int, "--reserve-proxy", "Cores for the proxy; 0: not pinned."),
-    _option("split.recipe", Recipe, "--recipe", "A published split, exactly."),
-    _option("memory.kv_cache", str, "--kv-cache", "KV cache of each instance (40G), or auto."),
-    _option("memory.weights", str, "--weights", "Size of the weights, if the files are not here."),
-    _option("memory.overhead", str, "--overhead", "Memory beside weights and KV cache (4G)."),
-    _option("memory.margin", str, "--memory-margin", "Share of each node left alone (8%)."),
-    _option("proxy.listen", str, "--listen", "HOST:PORT of the proxy."),
-    _option("proxy.policy", Policy, "--policy", "How the proxy chooses an instance."),
-    _option("base_port", int, "--base-port", "Port of the first instance."),
-    _option("engine.name", str, "--engine", "vllm, or command."),
-    _option("engine.python", str, "--python", "The interpreter of vLLM's environment."),
-    _option("engine.version", str, "--vllm-version", "vLLM's version, if it is not here."),
-    _option("engine.freezing", Switch, "--freezing", "TORCHINDUCTOR_FREEZING: auto, on, off."),
-)  # fmt: skip
-
-
-def _takes_wishes(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per key of WISHES; it receives them as `wishes`, by dotted path."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values()
-           if p.name != "wishes"]  # fmt: skip
-    added = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                option.kind | None,
-                typer.Option(*option.flags, help=option.help, show_default=False),
-            ],
-        )
-        for option in WISHES
-    ]
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> None:
-        wishes = {option.path: given.pop(option.name) for option in WISHES}
-        command(**given, wishes=wishes)
-
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapper
-
-
-ModelArgument = Annotated[
-    str | None, typer.Argument(help="A hub name or a folder.", show_default=False)
-]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-f", help="A config file (YAML).", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
-SysRoot = Annotated[
-    Path | None,
-    typer.Option("--sysroot", help="Read DIR/sys and DIR/proc of another machine.",
-                 show_default=False),
-]  # fmt: skip
-Port = Annotated[int | None, typer.Option("--port", help="Port of the proxy.", show_default=False)]
-ZenTorch = Annotated[
-    bool | None,
-    typer.Option("--zentorch/--no-zentorch", help="Use ZenTorch, or do not.", show_default=False),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -181,7 +92,7 @@ def probe(
     """Show what this machine is: sockets, NUMA nodes, L3 domains, cores."""
     from zenlaunch.compose import read_machine
 
-    _only_one({"--from": source, "--sysroot": sysroot})
+    only_one({"--from": source, "--sysroot": sysroot})
     topology, _ = read_machine(source, sysroot)
     if as_json:
         print(json.dumps(topology.to_dict(), indent=1))
@@ -192,7 +103,7 @@ def probe(
 
 
 @app.command()
-@_takes_wishes
+@takes_wishes
 def plan(
     ctx: typer.Context,
     model: ModelArgument = None,
@@ -215,8 +126,8 @@ def plan(
     """Show how this machine would be split, and the commands that do it."""
     from zenlaunch.compose import compose, read_machine
 
-    _only_one({"--machine": machine, "--sysroot": sysroot})
-    config = _read_config(ctx, model, config_file, port, zentorch, wishes)
+    only_one({"--machine": machine, "--sysroot": sysroot})
+    config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
     if as_json:
@@ -232,7 +143,7 @@ def plan(
 
 
 @app.command()
-@_takes_wishes
+@takes_wishes
 def up(
     ctx: typer.Context,
     model: ModelArgument = None,
@@ -256,7 +167,7 @@ def up(
     from zenlaunch.output import UpScreen, make_console, plan_map, print_plan
     from zenlaunch.up import choose_folders, make_deployment, refuse_what_cannot_run
 
-    config = _read_config(ctx, model, config_file, port, zentorch, wishes)
+    config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(None, None)
     composed = compose(config, topology, here=here)
     refuse_what_cannot_run(composed)
@@ -356,6 +267,7 @@ def proxy(
     ] = 120.0,
 ) -> None:  # fmt: skip
     """Run the proxy alone, before engines that somebody else started."""
+    from zenlaunch.notify import listen_fd
     from zenlaunch.proxy.balancer import Policy as BalancerPolicy
     from zenlaunch.proxy.options import ProxyOptions
     from zenlaunch.proxy.server import run as serve
@@ -373,6 +285,7 @@ def proxy(
             upstreams=tuple(pairs),
             listen_host=host,
             listen_port=port,
+            listen_fd=listen_fd(),
             policy=BalancerPolicy(policy.value),
             admin_socket=admin_socket,
             drain_s=drain_s,
@@ -387,42 +300,3 @@ def config_schema() -> None:
     from zenlaunch.config import json_schema
 
     print(json.dumps(json_schema(), indent=1))
-
-
-def _read_config(
-    ctx: typer.Context,
-    model: str | None,
-    config_file: Path | None,
-    port: int | None,
-    zentorch: bool | None,
-    wishes: Mapping[str, Any],
-) -> Config:
-    """Lay the command line over the config file and check the result."""
-    config, source = Config(), "command line"
-    if config_file is not None:
-        source = str(config_file)
-        try:
-            text = config_file.read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-            raise ConfigError(f"{config_file}: {reason}") from None
-        config = load(text, source=source)
-    config = override(config, {**wishes, "model": model})
-    if zentorch is not None:
-        config = override(config, {"engine.zentorch": Switch.ON if zentorch else Switch.OFF})
-    engine_args: tuple[str, ...] = ctx.obj or ()
-    if engine_args:
-        config = override(config, {"engine.args": (*config.engine.args, *engine_args)})
-    config = validated(config, source=source)
-    if port is None:
-        return config
-    host, _ = parse_listen(config.proxy.listen)
-    host = f"[{host}]" if ":" in host else host
-    listen = replace(config.proxy, listen=f"{host}:{port}")
-    return validated(replace(config, proxy=listen), source=source)
-
-
-def _only_one(options: Mapping[str, object]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} cannot be combined")

@@ -26,7 +26,7 @@ from zenlaunch.cli_options import (
     read_config,
     takes_wishes,
 )
-from zenlaunch.errors import ConfigError, RenderError
+from zenlaunch.errors import RenderError
 
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
@@ -286,10 +286,9 @@ def _tell_systemd(options: RenderOptions) -> None:
         try:
             done = subprocess.run(command, check=False)
         except OSError as e:
-            raise RenderError(f"{command[0]}: {e.strerror}", hint="is this machine run by systemd?")
+            raise RenderError(
+                f"{command[0]}: {e.strerror}", hint="is this machine run by systemd?"
+            ) from e
         if done.returncode:
             raise RenderError(f"{' '.join(command)} ended with {done.returncode}")
     _say(f"installed; start it now and at every boot: systemctl enable --now {options.name}.target")
-
-
-__all__ = ["ConfigError", "app", "guard_app"]

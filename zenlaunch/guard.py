@@ -126,7 +126,9 @@ def machine_problems(guarded: Guarded, here: Topology) -> list[str]:
     return [f"not the planned machine: {text}" for text in found]
 
 
-def binding_problems(instance: PlannedInstance, status: Path = Path("/proc/self/status")) -> list[str]:
+def binding_problems(
+    instance: PlannedInstance, status: Path = Path("/proc/self/status")
+) -> list[str]:
     """Say where this process may run and allocate beside what is planned."""
     problems = []
     for key, wanted, directive in [
@@ -249,7 +251,7 @@ def _foreign_listener(port: int) -> int | None:
 def _watched(pid: int | None) -> Any:
     """Give a function that waits some seconds and says whether `pid` still runs (None: yes)."""
     if pid is None:
-        yield lambda seconds: time.sleep(seconds) is None
+        yield _slept
         return
     try:
         fd = os.pidfd_open(pid)
@@ -260,6 +262,11 @@ def _watched(pid: int | None) -> Any:
         yield lambda seconds: not select.select([fd], [], [], seconds)[0]
     finally:
         os.close(fd)
+
+
+def _slept(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
 
 
 def drain(guarded: Guarded, say: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 LISTEN_FDS_START = 3
 
@@ -47,24 +47,14 @@ def listen_fd(environ: Mapping[str, str] = os.environ, pid: int | None = None) -
     return LISTEN_FDS_START if mine and environ.get("LISTEN_FDS") == "1" else None
 
 
-@contextlib.asynccontextmanager
-async def alive(environ: Mapping[str, str] = os.environ) -> AsyncIterator[None]:
+def start(loop: asyncio.AbstractEventLoop, environ: Mapping[str, str] = os.environ) -> None:
     """Say that the service is ready, then that it is alive for as long as the loop turns."""
     notify("READY=1", environ)
     period_s = watchdog_s(environ)
-    task = None
-    if period_s is not None:
-        task = asyncio.get_running_loop().create_task(_keep_alive(period_s, environ))
-    try:
-        yield
-    finally:
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
-
-async def _keep_alive(period_s: float, environ: Mapping[str, str]) -> None:
-    while True:
+    def beat(period_s: float) -> None:
         notify("WATCHDOG=1", environ)
-        await asyncio.sleep(period_s)
+        loop.call_later(period_s, beat, period_s)
+
+    if period_s is not None:
+        beat(period_s)

@@ -66,8 +66,7 @@ if [ ! -e /lab/run ]; then
     tar xf /dev/vdb -C /lab
 fi
 # A reboot in the midst of the work starts this again: `run` sees by itself how far it has come.
-/lab/run >>/lab/out/log 2>&1
-echo $? >/lab/out/rc
+{ /lab/run; echo $? >/lab/out/rc; } 2>&1 | tee -a /lab/out/log >/dev/console
 tar cf /dev/vdc -C /lab/out .
 sync
 echo o >/proc/sysrq-trigger

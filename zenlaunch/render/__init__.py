@@ -13,9 +13,7 @@ from zenlaunch.render import shell, systemd
 from zenlaunch.render.files import RenderedFile, RenderOptions, plan_digest
 from zenlaunch.spec import LaunchSpec
 
-Renderer = Callable[
-    [Plan, tuple[LaunchSpec, ...], Config, RenderOptions], tuple[RenderedFile, ...]
-]
+Renderer = Callable[[Plan, tuple[LaunchSpec, ...], Config, RenderOptions], tuple[RenderedFile, ...]]
 
 RENDERERS: dict[str, Renderer] = {"systemd": systemd.render, "shell": shell.render}
 

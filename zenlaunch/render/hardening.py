@@ -36,7 +36,7 @@ UMask=0077
 _ENGINE = """\
 # @resources stays allowed: an engine calls set_mempolicy, sched_setaffinity, migrate_pages.
 SystemCallFilter=@system-service
-SystemCallFilter=~@privileged @debug
+SystemCallFilter=~@privileged
 # AF_NETLINK: engines and torch ask for the list of network interfaces.
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 # Left out, with the reason:
@@ -44,6 +44,7 @@ RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 #   ProcSubset=pid           hides /proc/cpuinfo, which the engine and its libraries read
 #   NoExecPaths=             the compile cache holds shared libraries that are loaded
 #   PrivateNetwork=, IPC=    the proxy reaches the instance on the loopback; workers share /dev/shm
+#   IPAddressDeny=           workers listen on whatever address the host's name stands for
 #   SystemCallFilter=~@resources   see above
 #   ProtectHome=tmpfs, DynamicUser=   caches must outlive a restart and belong to one user
 """
@@ -52,7 +53,7 @@ _PROXY = """\
 MemoryDenyWriteExecute=yes
 ProcSubset=pid
 SystemCallFilter=@system-service
-SystemCallFilter=~@privileged @resources @debug
+SystemCallFilter=~@privileged @resources
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
 # Left out, with the reason:
 #   PrivateNetwork=          clients and instances are reached over the network
@@ -65,16 +66,9 @@ IPAddressAllow=localhost
 """
 
 
-def instance_hardening(*, offline: bool, home: bool) -> str:
-    """Return the directives of an instance.
-
-    `offline`: the model is a folder here, so that only the loopback is needed. `home`: a path that
-    it reads is below /home or /root.
-    """
-    network = _LOCAL if offline else (
-        "#   IPAddressDeny=           the model is a name of the hub and may have to be downloaded\n"
-    )  # fmt: skip
-    return _COMMON + _home(home) + _ENGINE + network
+def instance_hardening(*, home: bool) -> str:
+    """Return the directives of an instance; `home`: it reads something below /home or /root."""
+    return _COMMON + _home(home) + _ENGINE
 
 
 def proxy_hardening(*, local: bool, home: bool) -> str:

@@ -120,7 +120,13 @@ def _words(words: list[str]) -> str:
 
 def _ready(spec: LaunchSpec) -> str:
     return _words(
-        ["ready", spec.name, str(spec.port), spec.health.path, str(int(spec.health.start_timeout_s))]
+        [
+            "ready",
+            spec.name,
+            str(spec.port),
+            spec.health.path,
+            str(int(spec.health.start_timeout_s)),
+        ]
     )
 
 

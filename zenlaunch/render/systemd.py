@@ -119,7 +119,9 @@ def _target(plan: Plan, options: RenderOptions) -> RenderedFile:
     wants += [f"{name}-{i.name}.service" for i in plan.instances]
     count = len(plan.instances)
     what = f"{count} instance{'s' * (count != 1)} of {plan.model or plan.engine}"
-    text = header(plan, options, f"Your own changes: systemctl edit {name}.target") + f"""
+    text = (
+        header(plan, options, f"Your own changes: systemctl edit {name}.target")
+        + f"""
 [Unit]
 Description={plain(f"zenlaunch: {what} on port {plan.proxy.port}")}
 # Wants, never Requires: the others go on when one fails.
@@ -127,6 +129,7 @@ Description={plain(f"zenlaunch: {what} on port {plan.proxy.port}")}
 [Install]
 WantedBy=multi-user.target
 """
+    )
     return RenderedFile(path=f"{UNITS}/{name}.target", text=text)
 
 
@@ -148,14 +151,15 @@ def _instance(
     guard = exec_line([*options.program, "guard"])
     which = f"--plan /etc/{name}/plan.json --instance {instance.name}"
     model = f" of {plan.model}" if plan.model else ""
-    where = f"CPUs {instance.cpus}" + (f", memory of node {instance.mem_nodes}"
+    where = f"{len(instance.cpus)} CPUs" + (f", memory of node {instance.mem_nodes}"
                                        if instance.mem_nodes else "")  # fmt: skip
     mounts = [f"/var/cache/{name}", f"/var/lib/{name}", *options.extra_mounts]
     if options.model_folder:
         mounts.append(options.model_folder)
     readable = [options.model_folder or "", *options.program, argv[0]]
-    offline = options.model_folder is not None or plan.model is None
-    text = header(plan, options, f"Your own changes: systemctl edit {unit}.service") + f"""
+    text = (
+        header(plan, options, f"Your own changes: systemctl edit {unit}.service")
+        + f"""
 [Unit]
 Description={plain(f"zenlaunch {instance.name}{model}: {where}")}
 PartOf={name}.target
@@ -198,7 +202,8 @@ LimitNOFILE=65536
 # A core dump would be as large as the model.
 LimitCORE=0
 
-{instance_hardening(offline=offline, home=_in_home(readable))}"""
+{instance_hardening(home=_in_home(readable))}"""
+    )
     return RenderedFile(path=f"{UNITS}/{unit}.service", text=text)
 
 
@@ -266,7 +271,9 @@ def _environment(plan: Plan, spec: LaunchSpec, options: RenderOptions) -> Render
 
 def _socket(plan: Plan, options: RenderOptions) -> RenderedFile:
     name = options.name
-    text = header(plan, options, f"Your own changes: systemctl edit {name}-proxy.socket") + f"""
+    text = (
+        header(plan, options, f"Your own changes: systemctl edit {name}-proxy.socket")
+        + f"""
 [Unit]
 Description={plain(f"zenlaunch proxy: {_listen(plan.proxy)}")}
 PartOf={name}.target
@@ -277,6 +284,7 @@ ListenStream={_listen(plan.proxy)}
 Backlog=4096
 NoDelay=yes
 """
+    )
     return RenderedFile(path=f"{UNITS}/{name}-proxy.socket", text=text)
 
 
@@ -291,7 +299,9 @@ def _proxy(plan: Plan, config: Config, options: RenderOptions) -> RenderedFile:
         argv += ["--upstream", f"{instance.name}=http://127.0.0.1:{instance.port}"]
     local = proxy.host == "::1" or proxy.host.startswith("127.") or proxy.host == "localhost"
     pinned = f"AllowedCPUs={proxy.cpus}\n" if proxy.cpus else ""
-    text = header(plan, options, f"Your own changes: systemctl edit {name}-proxy.service") + f"""
+    text = (
+        header(plan, options, f"Your own changes: systemctl edit {name}-proxy.service")
+        + f"""
 [Unit]
 Description={plain(f"zenlaunch proxy of {len(plan.instances)} instances")}
 PartOf={name}.target
@@ -323,6 +333,7 @@ LimitNOFILE=262144
 LimitCORE=0
 
 {proxy_hardening(local=local, home=_in_home(options.program))}"""
+    )
     return RenderedFile(path=f"{UNITS}/{name}-proxy.service", text=text)
 
 
@@ -348,5 +359,3 @@ def _lines(key: str, values: list[str]) -> str:
         else:
             rows.append(f"{key}={value}")
     return "\n".join(rows) + "\n" if rows else ""
-
-

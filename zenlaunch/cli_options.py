@@ -1,0 +1,160 @@
+"""Options that several commands share: each key of the config as a flag, model, file, machine.
+
+Owns how a command takes the wishes and how they become one checked Config. Commands themselves are
+in `cli` and `cli_render`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zenlaunch.config import (
+    Config,
+    Layout,
+    Policy,
+    Recipe,
+    Switch,
+    load,
+    override,
+    parse_listen,
+    validated,
+)
+from zenlaunch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """One key of the config as a command-line option."""
+
+    path: str
+    kind: Any
+    flags: tuple[str, ...]
+    help: str
+
+    @property
+    def name(self) -> str:
+        return self.path.replace(".", "_")
+
+
+def _option(path: str, kind: Any, flag: str, help_text: str) -> _Option:
+    return _Option(path=path, kind=kind, flags=(flag,), help=help_text)
+
+
+# Every option that a plan can be changed with; the config file has the same keys.
+WISHES = (
+    _option("split.instances", int, "--instances", "Instances in all."),
+    _option("split.instances_per_node", int, "--instances-per-node", "Instances per NUMA node."),
+    _option("split.cores_per_instance", int, "--cores-per-instance", "Cores of each instance."),
+    _option("split.layout", Layout, "--layout", "How a node's cores are dealt out."),
+    _option("split.nodes", str, "--nodes", "NUMA nodes to use, such as 0,1."),
+    _option("split.cpus", str, "--cpus", "CPUs to use, such as 0-63 (also isolated ones)."),
+    _option("split.threads_per_core", int, "--threads-per-core", "1, or 2 with SMT."),
+    _option("split.reserve_per_instance", int, "--reserve-per-instance",
+            "Cores of each instance kept free of engine threads."),
+    _option("split.reserve_proxy", int, "--reserve-proxy", "Cores for the proxy; 0: not pinned."),
+    _option("split.recipe", Recipe, "--recipe", "A published split, exactly."),
+    _option("memory.kv_cache", str, "--kv-cache", "KV cache of each instance (40G), or auto."),
+    _option("memory.weights", str, "--weights", "Size of the weights, if the files are not here."),
+    _option("memory.overhead", str, "--overhead", "Memory beside weights and KV cache (4G)."),
+    _option("memory.margin", str, "--memory-margin", "Share of each node left alone (8%)."),
+    _option("proxy.listen", str, "--listen", "HOST:PORT of the proxy."),
+    _option("proxy.policy", Policy, "--policy", "How the proxy chooses an instance."),
+    _option("base_port", int, "--base-port", "Port of the first instance."),
+    _option("engine.name", str, "--engine", "vllm, or command."),
+    _option("engine.python", str, "--python", "The interpreter of vLLM's environment."),
+    _option("engine.version", str, "--vllm-version", "vLLM's version, if it is not here."),
+    _option("engine.freezing", Switch, "--freezing", "TORCHINDUCTOR_FREEZING: auto, on, off."),
+)  # fmt: skip
+
+
+def takes_wishes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option per key of WISHES; it receives them as `wishes`, by dotted path."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values()
+           if p.name != "wishes"]  # fmt: skip
+    added = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                option.kind | None,
+                typer.Option(*option.flags, help=option.help, show_default=False),
+            ],
+        )
+        for option in WISHES
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> None:
+        wishes = {option.path: given.pop(option.name) for option in WISHES}
+        command(**given, wishes=wishes)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
+
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="A hub name or a folder.", show_default=False)
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-f", help="A config file (YAML).", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
+SysRoot = Annotated[
+    Path | None,
+    typer.Option("--sysroot", help="Read DIR/sys and DIR/proc of another machine.",
+                 show_default=False),
+]  # fmt: skip
+Port = Annotated[int | None, typer.Option("--port", help="Port of the proxy.", show_default=False)]
+ZenTorch = Annotated[
+    bool | None,
+    typer.Option("--zentorch/--no-zentorch", help="Use ZenTorch, or do not.", show_default=False),
+]
+
+
+def read_config(
+    ctx: typer.Context,
+    model: str | None,
+    config_file: Path | None,
+    port: int | None,
+    zentorch: bool | None,
+    wishes: Mapping[str, Any],
+) -> Config:
+    """Lay the command line over the config file and check the result."""
+    config, source = Config(), "command line"
+    if config_file is not None:
+        source = str(config_file)
+        try:
+            text = config_file.read_text()
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
+            raise ConfigError(f"{config_file}: {reason}") from None
+        config = load(text, source=source)
+    config = override(config, {**wishes, "model": model})
+    if zentorch is not None:
+        config = override(config, {"engine.zentorch": Switch.ON if zentorch else Switch.OFF})
+    engine_args: tuple[str, ...] = ctx.obj or ()
+    if engine_args:
+        config = override(config, {"engine.args": (*config.engine.args, *engine_args)})
+    config = validated(config, source=source)
+    if port is None:
+        return config
+    host, _ = parse_listen(config.proxy.listen)
+    host = f"[{host}]" if ":" in host else host
+    listen = replace(config.proxy, listen=f"{host}:{port}")
+    return validated(replace(config, proxy=listen), source=source)
+
+
+def only_one(options: Mapping[str, object]) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} cannot be combined")
