@@ -38,7 +38,7 @@ MASKED = (
     "serial-getty@ttyS0.service", "kmod-static-nodes.service", "modprobe@configfs.service",
     "modprobe@dm_mod.service", "modprobe@drm.service", "modprobe@efi_pstore.service",
     "modprobe@fuse.service", "modprobe@loop.service", "systemd-binfmt.service",
-    "systemd-journal-flush.service", "systemd-logind.service", "systemd-modules-load.service",
+    "systemd-journal-flush.service", "systemd-modules-load.service",
     "systemd-networkd.service", "systemd-pstore.service", "systemd-random-seed.service",
     "systemd-timesyncd.service", "systemd-udev-settle.service", "systemd-udev-trigger.service",
     "systemd-udevd.service", "systemd-udevd-control.socket", "systemd-udevd-kernel.socket",

@@ -22,6 +22,12 @@ def guest(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return result
 
 
+def test_systemd_changes_no_word(guest: Result) -> None:
+    seen = guest.json("quoting.json")
+    assert seen["arguments"] == seen["words"]
+    assert seen["values"] == seen["words"]
+
+
 def test_install(guest: Result) -> None:
     seen = guest.json("install.json")
     assert seen["diff_before"] == 5

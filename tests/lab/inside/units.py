@@ -16,6 +16,8 @@ from typing import Any
 from inside.kernel import ENGINE, OUT, ask, engines, facts, get, save, sh, status_of, wait_for
 from inside.load import Load
 
+from zenlaunch.render.quoting import env_line, exec_line
+
 URL = "http://127.0.0.1:8000"
 NAMES = ("i0", "i1", "i2", "i3")
 UNITS = [f"zenlaunch-{name}.service" for name in NAMES]
@@ -34,6 +36,7 @@ def main() -> None:
     if (OUT / "rebooting").exists():
         after_reboot()
         return
+    quoting()
     install()
     start()
     kill_one()
@@ -74,6 +77,27 @@ def kernel() -> dict[int, list[dict[str, Any]]]:
 def usable() -> list[str]:
     status = get(f"{URL}/zenlaunch/status") or {"upstreams": []}
     return [u["name"] for u in status["upstreams"] if u["state"] == "ready"]
+
+
+def quoting() -> None:
+    """Give systemd words that it must not change."""
+    step("quoting")
+    words = [
+        "", " two  words ", "100%", "%i%%n", "$HOME", "${HOME}", "$$", "a'b", 'say "x"', "\\",
+        "\\n", "ends in \\", ";", "&&", "#x", "a\tb", "{}", "naïve ☃", "-", "@x", "*",
+    ]  # fmt: skip
+    command = exec_line(
+        ["/usr/bin/python3", "/lab/src/inside/dump.py", "/run/quoting.json", *words]
+    )
+    lines = [env_line(f"NASTY_{k}", value) for k, value in enumerate(words)]
+    Path("/run/nasty.env").write_text("\n".join(lines) + "\n")
+    Path("/run/systemd/system/quoting.service").write_text(
+        f"[Service]\nType=oneshot\nEnvironmentFile=/run/nasty.env\nExecStart={command}\n"
+    )
+    sh("systemctl daemon-reload; systemctl start quoting.service")
+    arguments, environ = json.loads(Path("/run/quoting.json").read_text())
+    values = [environ.get(f"NASTY_{k}") for k in range(len(words))]
+    save("quoting.json", {"words": words, "arguments": arguments, "values": values})
 
 
 def install() -> None:
@@ -210,7 +234,7 @@ def refusals() -> None:
     attempt("no such node", "NUMAMask=\nNUMAMask=9")
     attempt("wrong CPUs", "AllowedCPUs=\nAllowedCPUs=7")
     with subprocess.Popen(
-        ["python3", "-c", "import socket as s, time; k = s.socket(); k.bind(('127.0.0.1', 8001)); "
+        ["python3", "-c", "import socket as s, time; k = s.create_server(('127.0.0.1', 8001)); "
          "print('bound', flush=True); time.sleep(600)"],
         stdout=subprocess.PIPE,
     ) as holder:  # fmt: skip
