@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from machines.build import build  # noqa: E402 - after the path
 
+from zenlaunch.cpuset import CpuSet  # noqa: E402
+
 
 def main() -> None:
     """Measure and print."""
@@ -29,6 +31,7 @@ def main() -> None:
     program = str(ROOT / ".venv" / "bin" / "zenlaunch")
     with tempfile.TemporaryDirectory() as folder:
         tree = str(build("epyc-9755-2s-smt", Path(folder) / "tree"))
+        add_masks(Path(tree))
         commands = {
             "lscpu": ["lscpu", "--sysroot", tree],
             "zenlaunch --version": [program, "--version"],
@@ -51,6 +54,23 @@ def main() -> None:
         middle = statistics.median(times)
         print(f"{name:<20} {middle * 1e3:6.0f} ms median  {min(times) * 1e3:6.0f} ms fastest  "
               f"{middle / base:5.1f} x lscpu")  # fmt: skip
+
+
+def add_masks(tree: Path) -> None:
+    """Write the hex masks beside the lists: lscpu reads those, and real kernels have both."""
+    cpu = tree / "sys/devices/system/cpu"
+    (cpu / "kernel_max").write_text("8191\n")
+    names = {
+        "thread_siblings_list": "thread_siblings",
+        "core_siblings_list": "core_siblings",
+        "shared_cpu_list": "shared_cpu_map",
+        "cpulist": "cpumap",
+    }
+    for path in (tree / "sys").rglob("*"):
+        if path.name in names:
+            bits = CpuSet.parse(path.read_text()).bits
+            words = [f"{bits >> shift & 0xFFFFFFFF:08x}" for shift in range(480, -1, -32)]
+            path.with_name(names[path.name]).write_text(",".join(words) + "\n")
 
 
 def cpu_model() -> str:

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "zenlaunch"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
     ("topology", "config", "binding"),
+    ("same_machine",),
     ("memory", "split", "spec"),
     (
         "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
@@ -20,21 +21,22 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("engines",),
     ("render",),
-    ("events", "checks", "compiled", "logs", "child"),
+    ("events", "checks", "compiled", "logs", "child", "notify", "installed"),
     ("watch", "crash"),
     ("runs",),
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
     ("compose", "commands", "detach"),
-    ("output", "up"),
+    ("output", "up", "guard"),
     ("screens",),
     ("session",),
     ("cli_options",),
-    ("cli_run",),
+    ("cli_run", "cli_render"),
     ("cli",),
     ("__main__",),
 )  # fmt: skip
 PURE = {
     "errors", "cpuset", "topology", "binding", "memory", "split", "plan", "spec", "lifecycle",
+    "same_machine",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
     "proxy.routes", "proxy.sse",
 }  # fmt: skip

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zenlaunch import __version__, cli_run
+from zenlaunch import __version__, cli_render, cli_run
 from zenlaunch.cli_options import (
     AsJson,
     ConfigFile,
@@ -22,10 +23,10 @@ from zenlaunch.cli_options import (
     Port,
     SysRoot,
     ZenTorch,
+    only_one,
     read_config,
     takes_wishes,
 )
-from zenlaunch.errors import ConfigError
 
 app = typer.Typer(
     name="zenlaunch",
@@ -36,6 +37,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config", help="About the config file.")
+app.add_typer(cli_render.app, name="render", help="Make files that run the plan: systemd, shell.")
+app.add_typer(cli_render.guard_app, name="guard", help="What the units ask.", hidden=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -77,9 +80,18 @@ def probe(
     ] = None,
 ) -> None:  # fmt: skip
     """Show what this machine is: sockets, NUMA nodes, L3 domains, cores."""
+    only_one({"--from": source, "--sysroot": sysroot})
+    only_one({"--from": source, "--save": save})
+    if save is not None:
+        from zenlaunch.probe.dump import save_dump
+
+        print(save_dump(sysroot or Path("/"), save))
+        print(
+            "nothing private is in it; attach it to an issue, with what is wrong", file=sys.stderr
+        )
+        return
     from zenlaunch.compose import read_machine
 
-    _only_one({"--from": source, "--sysroot": sysroot})
     topology, _ = read_machine(source, sysroot)
     if as_json:
         print(json.dumps(topology.to_dict(), indent=1))
@@ -113,7 +125,7 @@ def plan(
     """Show how this machine would be split, and the commands that do it."""
     from zenlaunch.compose import compose, read_machine
 
-    _only_one({"--machine": machine, "--sysroot": sysroot})
+    only_one({"--machine": machine, "--sysroot": sysroot})
     config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
@@ -142,9 +154,3 @@ for _command in (
     cli_run.proxy,
 ):  # fmt: skip
     app.command()(_command)
-
-
-def _only_one(options: Mapping[str, object]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} cannot be combined")

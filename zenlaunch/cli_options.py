@@ -151,3 +151,10 @@ def read_config(
     host = f"[{host}]" if ":" in host else host
     listen = replace(config.proxy, listen=f"{host}:{port}")
     return validated(replace(config, proxy=listen), source=source)
+
+
+def only_one(options: Mapping[str, object]) -> None:
+    """Refuse options that exclude each other; raises ConfigError."""
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} cannot be combined")

@@ -172,6 +172,7 @@ def proxy(
     ] = 120.0,
 ) -> None:  # fmt: skip
     """Run the proxy alone, before engines that somebody else started."""
+    from zenlaunch.notify import listen_fd
     from zenlaunch.proxy.balancer import Policy as BalancerPolicy
     from zenlaunch.proxy.options import ProxyOptions
     from zenlaunch.proxy.server import run as serve
@@ -191,6 +192,7 @@ def proxy(
             listen_port=port,
             policy=BalancerPolicy(policy.value),
             admin_socket=admin_socket,
+            listen_fd=listen_fd(),
             drain_s=drain_s,
         )
     )

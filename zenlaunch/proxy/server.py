@@ -22,6 +22,7 @@ from pathlib import Path
 
 import uvloop
 
+from zenlaunch import notify
 from zenlaunch.errors import ProxyError, ZenlaunchError
 from zenlaunch.proxy.admin import Admin
 from zenlaunch.proxy.downstream import ClientConnection
@@ -89,6 +90,7 @@ async def _serve(
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
     print(f"listening on {_url(sock)}", file=sys.stderr, flush=True)
+    notify.start(loop)
     try:
         signum = await stopping.get()
         log.info("%s: no new connections, %d answers to finish", signum.name, len(hub.exchanges))

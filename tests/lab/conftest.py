@@ -1,0 +1,15 @@
+"""The lab's image: built once, then kept in .cache/lab."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.image import Image, Unavailable, build
+
+
+@pytest.fixture(scope="session")
+def image() -> Image:
+    try:
+        return build()
+    except Unavailable as reason:
+        pytest.skip(f"no NUMA lab: {reason}")

@@ -1,0 +1,131 @@
+"""The units of `render systemd` under a real systemd 252, on a machine with real nodes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lab.guest import Result, boot
+from lab.image import Image
+from lab.test_plan_is_kernel import check_instance
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def guest(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("units")
+    result = boot(image, folder, "units.py", systemd=True, timeout_s=900)
+    print(result.log, result.seconds)
+    assert result.rc == 0, result.log
+    return result
+
+
+def test_systemd_changes_no_word(guest: Result) -> None:
+    seen = guest.json("quoting.json")
+    assert seen["arguments"] == seen["words"]
+    assert seen["values"] == seen["words"]
+
+
+def test_install(guest: Result) -> None:
+    seen = guest.json("install.json")
+    assert seen["diff_before"] == 5
+    assert seen["diff_after"] == [0, "what is installed is the same\n"]
+    assert seen["verify"] == [0, ""]
+    assert seen["env_mode"] == "0o600"
+    figures = {
+        unit: float(m[1]) for unit, line in seen["exposure"].items()
+        if (m := re.search(r": (\d+\.\d+) ", line))
+    }  # fmt: skip
+    assert figures["zenlaunch-proxy.service"] <= 3.0
+    assert figures["zenlaunch-i0.service"] <= 4.5
+
+
+def test_start(guest: Result) -> None:
+    seen = guest.json("start.json")
+    assert set(seen["states"].values()) == {"active"}, seen
+    for instance in seen["plan"]["instances"]:
+        processes = seen["kernel"][str(instance["port"])]
+        check_instance(instance, processes)
+        for process in processes:
+            assert process["mems"] == instance["mem_nodes"]
+            assert process["policies"] == [f"bind:{instance['mem_nodes']}"]
+    assert {name for _, name in seen["answers"]} == {"i0", "i1", "i2", "i3"}
+    assert seen["proxy_cpus"] == seen["plan"]["proxy"]["cpus"]
+    assert seen["journal"].count("like vLLM: all allowed") == 4
+
+
+def test_kill_one(guest: Result) -> None:
+    seen = guest.json("kill.json")
+    assert {status for status, _ in seen["during"]} == {200}
+    assert {name for _, name in seen["during"]} == {"i0", "i2", "i3"}
+    hurt = "zenlaunch-i1.service"
+    assert seen["after"].pop(hurt) != seen["before"].pop(hurt)
+    assert seen["after"] == seen["before"]
+    assert seen["restarts"].pop(hurt) == "1"
+    assert set(seen["restarts"].values()) == {"0"}
+
+
+def test_proxy_restart_under_load(guest: Result) -> None:
+    seen = guest.json("proxy.json")
+    assert seen["rc"][0] == 0, seen
+    assert seen["load"]["streams"] == ["data: [DONE]"] * 2
+    assert seen["load"]["statuses"] == [200]
+
+
+def test_changed_cpuset_loses_pins(guest: Result) -> None:
+    """The hazard that the README names: `verify` is what notices it, a restart mends it."""
+    seen = guest.json("cpuset.json")
+    pins = [
+        sorted(set(processes[1]["threads"].values()))
+        for processes in (seen["before"], seen["after"], seen["mended"])
+    ]
+    assert pins[0] == pins[2]
+    assert pins[1] != pins[0]
+
+
+def test_stop_leaves_nothing(guest: Result) -> None:
+    seen = guest.json("stop.json")
+    assert seen["left"] == ""
+    assert set(seen["states"].values()) == {"inactive"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another machine", "not the planned machine"),
+        ("no such CPU", "unbound: Cpus_allowed_list is 0-7"),
+        ("no such node", "status=242/NUMA_POLICY"),
+        ("wrong CPUs", "unbound: Cpus_allowed_list is 7"),
+        ("port taken", "port 8001"),
+    ],
+)
+def test_refuses(guest: Result, name: str, said: str) -> None:
+    seen = guest.json("refusals.json")[name]
+    assert seen["rc"] != 0
+    assert seen["ActiveState"] == "failed"
+    assert said in seen["journal"]
+    assert seen["running"] == []
+
+
+def test_install_refuses_another_machine(guest: Result) -> None:
+    seen = guest.json("refusals.json")["install"]
+    assert seen["rc"] == 5
+    assert "not the machine of the plan" in seen["said"]
+    assert seen["untouched"]
+
+
+def test_start_limit(guest: Result) -> None:
+    seen = guest.json("limit.json")
+    assert seen["unit"]["ActiveState"] == "failed"
+    assert seen["again"] != 0
+    assert seen["usable"] == ["i1"]
+    assert [status for status, _ in seen["answers"]] == [200] * 4
+
+
+def test_reboot(guest: Result) -> None:
+    seen = guest.json("reboot.json")
+    assert set(seen["states"].values()) == {"active"}
+    assert {name for _, name in seen["answers"]} == {"i0", "i1", "i2", "i3"}
+    assert len(seen["kernel"]) == 4

@@ -1,0 +1,294 @@
+"""The commands `render ...` and `guard ...`: wishes become files, and a unit asks its guard.
+
+Owns the options, what is shown before anything is written, and the writing. The texts come from
+`render`, the guard's questions from `guard`, what is on disk from `installed`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zenlaunch.cli_options import (
+    ConfigFile,
+    ModelArgument,
+    Port,
+    SysRoot,
+    ZenTorch,
+    only_one,
+    read_config,
+    takes_wishes,
+)
+from zenlaunch.errors import RenderError
+
+if TYPE_CHECKING:
+    from zenlaunch.compose import Composed
+    from zenlaunch.render import RenderedFile, RenderOptions
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+guard_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+DIFFERS = 5  # exit status of --diff when something differs
+
+MachineOption = Annotated[
+    str | None,
+    typer.Option("--machine", show_default=False,
+                 help="Render for another machine: a saved probe, or text of lscpu."),
+]  # fmt: skip
+Program = Annotated[
+    str | None,
+    typer.Option("--program", show_default=False, help="Path of zenlaunch on that machine."),
+]
+
+
+@app.command()
+@takes_wishes
+def systemd(
+    ctx: typer.Context,
+    model: ModelArgument = None,
+    config_file: ConfigFile = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", show_default=False, help="Write below this folder."),
+    ] = None,
+    install: Annotated[
+        bool,
+        typer.Option("--install", show_default=False, help="Show the diff, ask, write below /."),
+    ] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", show_default=False, help="Compare with what is installed.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", show_default=False, help="Do not ask before --install.")
+    ] = False,
+    name: Annotated[str, typer.Option("--name", help="Begins every unit's name.")] = "zenlaunch",
+    user: Annotated[str, typer.Option("--user", help="The user that runs it.")] = "zenlaunch",
+    systemd_version: Annotated[
+        int, typer.Option("--systemd-version", help="254 has better keys for restarts.")
+    ] = 252,
+    with_numactl: Annotated[
+        bool,
+        typer.Option("--with-numactl", show_default=False, help="Start through numactl as well."),
+    ] = False,
+    program: Program = None,
+    machine: MachineOption = None,
+    sysroot: SysRoot = None,
+    port: Port = None,
+    zentorch: ZenTorch = None,
+    *,
+    wishes: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Make systemd units of the plan: to the screen, a folder, or installed."""
+    from zenlaunch.compose import compose, read_machine
+    from zenlaunch.installed import changes, diff_text, install_files
+    from zenlaunch.render import RENDERERS, RenderOptions
+
+    only_one({"--output": output, "--install": install or None, "--diff": diff or None})
+    only_one({"--machine": machine, "--sysroot": sysroot})
+    config = _with_whole_path(read_config(ctx, model, config_file, port, zentorch, wishes))
+    topology, here = read_machine(machine, sysroot)
+    composed = compose(config, topology, here=here)
+    if install:
+        _refuse_unknown_sizes(composed)
+    if not here and install:
+        _refuse_other_machine(composed)
+    options = RenderOptions(
+        name=name,
+        user=user,
+        program=_find_program(program, here=here or install),
+        remake=_remake(sys.argv),
+        topology=topology,
+        model_folder=_folder_of(config.model),
+        systemd_version=systemd_version,
+        with_numactl=with_numactl,
+        numactl=shutil.which("numactl") or "/usr/bin/numactl",
+    )
+    specs = tuple(replace(s, argv=_whole_program(s.argv, here=here)) for s in composed.specs)
+    files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
+    if output is not None:
+        install_files(changes(files, output, name=name), say=_say)
+        return
+    if not install and not diff:
+        _print_files(files)
+        return
+    found = changes(files, Path("/"), name=name)
+    print(diff_text(found) or "what is installed is the same", end="" if found else "\n")
+    if diff:
+        raise typer.Exit(DIFFERS if found else 0)
+    if not found:
+        return
+    if not yes and not typer.confirm("write this?", default=False, err=True):
+        raise RenderError("nothing was written", hint="--yes answers the question")
+    install_files(found, say=_say)
+    _tell_systemd(options)
+
+
+@app.command()
+@takes_wishes
+def shell(
+    ctx: typer.Context,
+    model: ModelArgument = None,
+    config_file: ConfigFile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", show_default=False, help="Write to this file.")
+    ] = None,
+    program: Program = None,
+    machine: MachineOption = None,
+    sysroot: SysRoot = None,
+    port: Port = None,
+    zentorch: ZenTorch = None,
+    *,
+    wishes: Mapping[str, Any],
+) -> None:
+    """Make one bash script of the plan."""
+    from zenlaunch.compose import compose, read_machine
+    from zenlaunch.installed import Change, install_files
+    from zenlaunch.render import RENDERERS, RenderOptions
+
+    only_one({"--machine": machine, "--sysroot": sysroot})
+    config = _with_whole_path(read_config(ctx, model, config_file, port, zentorch, wishes))
+    topology, here = read_machine(machine, sysroot)
+    composed = compose(config, topology, here=here)
+    options = RenderOptions(
+        program=_find_program(program, here=here), remake=_remake(sys.argv), topology=topology
+    )
+    (file,) = RENDERERS["shell"](composed.plan, composed.specs, composed.config, options)
+    if output is None:
+        sys.stdout.write(file.text)
+        return
+    install_files([Change(path=output, new=file.text, old=None, mode=file.mode)], say=_say)
+
+
+PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file of the units.")]
+Instance = Annotated[str, typer.Option("--instance", help="Which instance.")]
+
+
+@guard_app.command("check")
+def guard_check(plan: PlanFile, instance: Instance) -> None:
+    """Before the start: refuse another machine, a wrong binding, a taken port, leftovers."""
+    from zenlaunch.guard import check, read_plan_file
+
+    check(read_plan_file(plan, instance), _say)
+
+
+@guard_app.command("ready")
+def guard_ready(plan: PlanFile, instance: Instance) -> None:
+    """After the start: wait until the engine serves."""
+    from zenlaunch.guard import read_plan_file, ready
+
+    pid = os.environ.get("MAINPID", "")
+    ready(read_plan_file(plan, instance), int(pid) if pid.isdigit() else None, _say)
+
+
+@guard_app.command("drain")
+def guard_drain(plan: PlanFile, instance: Instance) -> None:
+    """Before the stop: take the instance out of the proxy and wait for its requests."""
+    from zenlaunch.guard import drain, read_plan_file
+
+    drain(read_plan_file(plan, instance), _say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_files(files: Sequence[RenderedFile]) -> None:
+    for k, file in enumerate(files):
+        print(f"{chr(10) if k else ''}==> {file.path} (mode {file.mode:04o})")
+        sys.stdout.write(file.text)
+
+
+def _with_whole_path(config: Any) -> Any:
+    """A unit is not started where the user stands: give a model folder its whole path."""
+    if config.model is not None and Path(config.model).expanduser().is_dir():
+        return replace(config, model=str(Path(config.model).expanduser().absolute()))
+    return config
+
+
+def _folder_of(model: str | None) -> str | None:
+    return model if model is not None and model.startswith("/") else None
+
+
+def _whole_program(argv: tuple[str, ...], *, here: bool) -> tuple[str, ...]:
+    """Give the program of a command its whole path, where this is the machine that runs it."""
+    first = 0
+    if argv[0] == "numactl":
+        first = next(i for i, word in enumerate(argv) if i and not word.startswith("--"))
+    found = shutil.which(argv[first]) if here else None
+    if found is None:
+        return argv
+    return (*argv[:first], str(Path(found).absolute()), *argv[first + 1 :])
+
+
+def _find_program(wish: str | None, *, here: bool) -> tuple[str, ...]:
+    if wish is not None:
+        return (wish,)
+    if not here:
+        return ("/usr/local/bin/zenlaunch",)
+    beside = Path(sys.executable).with_name("zenlaunch")
+    found = str(beside) if beside.is_file() else shutil.which("zenlaunch")
+    return (found,) if found else (sys.executable, "-m", "zenlaunch")
+
+
+def _remake(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the command without what says where to: that is no part of the files."""
+    words, kept = iter(argv[1:]), ["zenlaunch"]
+    for word in words:
+        if word == "--":
+            kept += ["--", *words]
+        elif word == "--output":
+            next(words, None)
+        elif word not in ("--install", "--diff", "--yes") and not word.startswith("--output="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def _refuse_unknown_sizes(composed: Composed) -> None:
+    if any(i.memory.kv_bytes is None for i in composed.plan.instances):
+        raise RenderError(
+            "the size of the KV cache is not known, so nothing is installed",
+            hint="download the model first, or give --weights SIZE or --kv-cache SIZE",
+        )
+
+
+def _refuse_other_machine(composed: Composed) -> None:
+    from zenlaunch.compose import read_machine
+    from zenlaunch.cpuset import union
+    from zenlaunch.same_machine import differences
+
+    here, _ = read_machine(None, None)
+    cpus = union(i.cpus for i in composed.plan.instances)
+    found = differences(composed.topology, here, cpus=cpus)
+    if found:
+        raise RenderError(
+            "this is not the machine of the plan, so nothing is installed:\n  "
+            + "\n  ".join(found),
+            hint="leave --machine out to plan for this machine, or use --output",
+        )
+
+
+def _tell_systemd(options: RenderOptions) -> None:
+    """Make the user and the folders, and let systemd read the units."""
+    import subprocess
+
+    for command in (
+        ["systemd-sysusers", f"/etc/sysusers.d/{options.name}.conf"],
+        ["systemd-tmpfiles", "--create", f"/etc/tmpfiles.d/{options.name}.conf"],
+        ["systemctl", "daemon-reload"],
+    ):
+        try:
+            done = subprocess.run(command, check=False)
+        except OSError as e:
+            raise RenderError(
+                f"{command[0]}: {e.strerror}", hint="is this machine run by systemd?"
+            ) from e
+        if done.returncode:
+            raise RenderError(f"{' '.join(command)} ended with {done.returncode}")
+    _say(f"installed; start it now and at every boot: systemctl enable --now {options.name}.target")

@@ -1,0 +1,327 @@
+"""The guard of one instance under systemd: what must be true before it starts, serves and stops.
+
+`check` refuses a machine that is not the planned one, an unbound or wrongly bound self, leftovers,
+a taken port and missing memory; `ready` waits until the engine serves; `drain` takes it out of the
+proxy. Each runs inside the unit, with its cpuset, policy and sandbox, so that what it sees is what
+the engine will get. Reads the plan file that `render systemd` wrote; starts and ends no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zenlaunch import checks, compiled
+from zenlaunch.cpuset import EMPTY, CpuSet
+from zenlaunch.errors import ConfigError, LaunchError
+from zenlaunch.memory import gib
+from zenlaunch.plan import Plan, PlannedInstance, plan_from_dict
+from zenlaunch.probe.sysfs import read_sysfs
+from zenlaunch.same_machine import differences
+from zenlaunch.topology import Topology
+
+SCHEMA = 1
+MEMORY_PATIENCE_S = 60.0  # the kernel gives back the memory of the run before within seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How one instance is asked, as the plan file has it."""
+
+    host: str
+    port: int
+    health_path: str
+    memory_bytes: int | None
+    drain_s: float
+    compile_cache: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """One instance of a plan file, with all that its guard needs."""
+
+    name: str
+    plan: Plan
+    machine: Topology | None
+    instance: PlannedInstance
+    launch: Launch
+    model_folder: str | None
+
+    @property
+    def first(self) -> PlannedInstance:
+        return self.plan.instances[0]
+
+    @property
+    def stamps(self) -> Path:
+        return Path("/var/cache") / self.name / "compiled"
+
+    @property
+    def admin_socket(self) -> Path:
+        return Path("/run") / self.name / "proxy.sock"
+
+
+def read_plan_file(path: Path, instance: str) -> Guarded:
+    """Read a plan file of `render systemd`; raises ConfigError that names what is wrong."""
+    hint = "make it again with zenlaunch render systemd"
+    try:
+        data = json.loads(path.read_text())
+        if data["schema"] != SCHEMA:
+            raise ConfigError(f"{path}: schema {data['schema']!r}, not {SCHEMA}", hint=hint)
+        plan = plan_from_dict(data["plan"])
+        machine = data["machine"]
+        found = next((i for i in plan.instances if i.name == instance), None)
+        if found is None:
+            names = ", ".join(i.name for i in plan.instances)
+            raise ConfigError(f"{path} has no instance {instance!r}", hint=f"it has {names}")
+        return Guarded(
+            name=data["name"],
+            plan=plan,
+            machine=Topology.from_dict(machine, source=str(path)) if machine else None,
+            instance=found,
+            launch=Launch(**data["launch"][instance]),
+            model_folder=data["model_folder"],
+        )
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}", hint=hint) from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} is no plan file: {e}", hint=hint) from None
+
+
+def check(guarded: Guarded, say: Callable[[str], None]) -> None:
+    """Raise LaunchError, with every reason, unless the instance may start; may wait for memory."""
+    problems = [*machine_problems(guarded, read_sysfs(Path("/"), live=True))]
+    problems += binding_problems(guarded.instance)
+    problems += _leftovers()
+    taken = checks.port_taken(guarded.launch.host, guarded.launch.port)
+    if taken is not None:
+        problems.append(taken)
+    folder = guarded.model_folder
+    if folder is not None and not os.access(folder, os.R_OK | os.X_OK):
+        problems.append(f"the model folder {folder} cannot be read by this user")
+    if not problems:
+        problems += _missing_memory(guarded, say)
+    if problems:
+        raise LaunchError(
+            f"{guarded.instance.name} must not start here:\n  " + "\n  ".join(problems),
+            hint="plan again for what is here now: zenlaunch render systemd --diff",
+        )
+    _wait_for_cache(guarded, say)
+
+
+def machine_problems(guarded: Guarded, here: Topology) -> list[str]:
+    """Say how this machine differs from the planned one."""
+    if guarded.machine is None:
+        return ["the plan file does not say which machine it is for"]
+    found = differences(guarded.machine, here, cpus=guarded.instance.cpus)
+    return [f"not the planned machine: {text}" for text in found]
+
+
+def binding_problems(
+    instance: PlannedInstance, status: Path = Path("/proc/self/status")
+) -> list[str]:
+    """Say where this process may run and allocate beside what is planned."""
+    problems = []
+    for key, wanted, directive in [
+        ("Cpus_allowed_list", instance.cpus, "AllowedCPUs"),
+        ("Mems_allowed_list", instance.mem_nodes, "AllowedMemoryNodes"),
+    ]:
+        allowed = _status_set(status, key)
+        if wanted and allowed != wanted:
+            problems.append(
+                f"unbound: {key} is {allowed}, planned {wanted} ({directive}= did not take effect)"
+            )
+    return problems
+
+
+def _status_set(status: Path, key: str) -> CpuSet:
+    for line in status.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return CpuSet.parse(value)
+    return EMPTY
+
+
+def _own_group() -> Path | None:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::/"):
+            return Path("/sys/fs/cgroup") / line.removeprefix("0::/")
+    return None
+
+
+def _leftovers() -> list[str]:
+    """Name processes of an earlier run that are still in the unit's control group."""
+    group = _own_group()
+    if group is None or not group.name.endswith(".service"):
+        return []
+    with contextlib.suppress(OSError):
+        pids = [int(word) for word in (group / "cgroup.procs").read_text().split()]
+        return [
+            f"pid {pid} is left of an earlier run ({checks.command_of(pid)})"
+            for pid in pids
+            if pid != os.getpid()
+        ]
+    return []
+
+
+def _missing_memory(guarded: Guarded, say: Callable[[str], None]) -> list[str]:
+    needed, nodes = guarded.launch.memory_bytes, guarded.instance.mem_nodes
+    if needed is None or not nodes:
+        return []
+    until = time.monotonic() + MEMORY_PATIENCE_S
+    told = False
+    while (free := sum(checks.node_free_bytes(n) or 0 for n in nodes)) < needed:
+        text = f"node {nodes} has {gib(free)} free, {gib(needed)} are planned"
+        if time.monotonic() > until:
+            return [text]
+        if not told:
+            say(f"{text}; waiting up to {MEMORY_PATIENCE_S:g} s")
+            told = True
+        time.sleep(0.5)
+    return []
+
+
+def _wait_for_cache(guarded: Guarded, say: Callable[[str], None]) -> None:
+    """While the compile cache is cold, let the first instance fill it alone."""
+    key = guarded.launch.compile_cache
+    if key is None or guarded.instance is guarded.first or compiled.is_warm(guarded.stamps, key):
+        return
+    unit = f"{guarded.name}-{guarded.first.name}.service"
+    say(f"the compile cache is cold: waiting for {unit}")
+    while not compiled.is_warm(guarded.stamps, key) and _unit_state(unit) == "activating":
+        time.sleep(1.0)
+
+
+def _unit_state(unit: str) -> str:
+    try:
+        return subprocess.run(
+            ["systemctl", "show", "--property=ActiveState", "--value", unit],
+            capture_output=True, text=True, check=False, timeout=30,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) -> None:
+    """Wait until the engine answers; raises LaunchError when its main process ends before.
+
+    How long it may take is the unit's TimeoutStartSec=.
+    """
+    launch = guarded.launch
+    began = time.monotonic()
+    with _watched(main_pid) as alive:
+        while _status(launch.host, launch.port, launch.health_path) != 200:
+            if not alive(0.5):
+                raise LaunchError(
+                    f"{guarded.instance.name} ended before it was ready",
+                    hint=f"journalctl -u {guarded.name}-{guarded.instance.name}.service",
+                )
+    foreign = _foreign_listener(launch.port)
+    if foreign is not None:
+        raise LaunchError(
+            f"port {launch.port} is answered by pid {foreign} ({checks.command_of(foreign)}), "
+            f"which is not of {guarded.instance.name}"
+        )
+    say(f"{guarded.instance.name} is ready after {time.monotonic() - began:.0f} s")
+    if launch.compile_cache is not None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", "/var/cache")) / "vllm"
+        if folder.is_dir():
+            compiled.remember(guarded.stamps, launch.compile_cache, (str(folder),))
+    _admin(guarded, "POST", f"/zenlaunch/upstreams/{guarded.instance.name}/resume")
+
+
+def _foreign_listener(port: int) -> int | None:
+    group = _own_group()
+    if group is None or not group.name.endswith(".service"):
+        return None
+    own = [int(word) for word in (group / "cgroup.procs").read_text().split()]
+    return checks.foreign_listener(port, own)
+
+
+@contextlib.contextmanager
+def _watched(pid: int | None) -> Any:
+    """Give a function that waits some seconds and says whether `pid` still runs (None: yes)."""
+    if pid is None:
+        yield _slept
+        return
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        yield lambda seconds: False
+        return
+    try:
+        yield lambda seconds: not select.select([fd], [], [], seconds)[0]
+    finally:
+        os.close(fd)
+
+
+def _slept(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
+
+
+def drain(guarded: Guarded, say: Callable[[str], None]) -> None:
+    """Take the instance out of the proxy and wait until its requests are done, or `drain_s`.
+
+    A proxy that is not there, or does not know the instance, is no reason not to stop.
+    """
+    name = guarded.instance.name
+    path = f"/zenlaunch/upstreams/{name}/drain"
+    until = time.monotonic() + guarded.launch.drain_s
+    while (answer := _admin(guarded, "POST", path)) is not None:
+        in_flight = answer.get("in_flight", 0)
+        if not in_flight:
+            say(f"{name} is out of the proxy")
+            return
+        if time.monotonic() > until:
+            say(f"{name} still has {in_flight} requests after {guarded.launch.drain_s:g} s")
+            return
+        time.sleep(0.2)
+    say(f"{name}: the proxy does not answer, nothing to drain")
+
+
+def _status(host: str, port: int, path: str) -> int | None:
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    try:
+        connection.request("GET", path, headers={"connection": "close"})
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("zenlaunch", timeout=5)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _admin(guarded: Guarded, method: str, path: str) -> dict[str, Any] | None:
+    """Ask the proxy on its admin socket; None when it does not answer with 200."""
+    connection = _UnixConnection(guarded.admin_socket)
+    try:
+        connection.request(method, path, headers={"connection": "close"})
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        return body if answer.status == 200 and isinstance(body, dict) else None
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

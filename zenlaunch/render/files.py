@@ -1,0 +1,78 @@
+"""What every renderer takes and gives, beside the plan: options in, text files out.
+
+Owns the two values and the header that each file carries. Writes nothing: the command line does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from zenlaunch import __version__
+from zenlaunch.errors import RenderError
+from zenlaunch.plan import Plan
+from zenlaunch.topology import Topology
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedFile:
+    """A text file: where it is to be (absolute), what is in it, its permissions."""
+
+    path: str
+    text: str
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderOptions:
+    """What the files need to know beside the plan.
+
+    `name` begins the name of every unit and folder; `program` is how zenlaunch is started there;
+    `remake` is the command that makes the files again. `topology` is the machine of the plan, which
+    the guard compares with the one it runs on. `model_folder` is the folder that holds the model,
+    None for a name of the hub.
+    """
+
+    name: str = "zenlaunch"
+    program: tuple[str, ...] = ("/usr/local/bin/zenlaunch",)
+    remake: tuple[str, ...] = ("zenlaunch", "render", "systemd")
+    topology: Topology | None = None
+    model_folder: str | None = None
+    user: str = "zenlaunch"
+    systemd_version: int = 252
+    with_numactl: bool = False
+    numactl: str = "/usr/bin/numactl"
+    extra_mounts: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for key, value in (("name", self.name), ("user", self.user)):
+            if _NAME.fullmatch(value) is None:
+                raise RenderError(
+                    f"the {key} {value!r} cannot be used in unit and file names",
+                    hint="use small letters, digits and dashes, a letter first",
+                )
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return "sha256:..." of a plan's JSON."""
+    text = json.dumps(plan.to_dict(), sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def header(plan: Plan, options: RenderOptions, *own: str) -> str:
+    """Return the comment that opens a file: what made it, from what, and how to make it again."""
+    lines = [
+        f"Made by zenlaunch {__version__} from plan {plan_digest(plan)}",
+        f"of a machine with topology {plan.topology_digest}",
+        f"Make it again: {shlex.join(options.remake)}",
+        *own,
+    ]
+    for line in lines:
+        if not line.isprintable():
+            raise RenderError(f"{line!r} cannot be written in a comment")
+    return "".join(f"# {line}\n" for line in lines)
