@@ -66,7 +66,10 @@ def print_topology(topology: Topology, console: Console) -> None:
 
 
 def headline(topology: Topology) -> str:
-    """Return one line: model, sockets, nodes (with NPS where it is plain), cores, SMT, memory."""
+    """Return model, sockets, nodes (with NPS where it is plain), cores, SMT and memory.
+
+    In one line, or in two where that is too long.
+    """
     sockets, nodes = len(topology.packages), [n for n in topology.nodes if n.cpus]
     parts = [f"{sockets} socket{'s' * (sockets != 1)}" if sockets else "sockets unknown"]
     if topology.nodes:
@@ -88,7 +91,9 @@ def headline(topology: Topology) -> str:
     memory = [n.memory_bytes for n in topology.nodes if n.memory_bytes is not None]
     if memory:
         parts.append(gib(sum(memory)))
-    return f"{topology.machine.model or 'unknown CPU model'}   {', '.join(parts)}"
+    model, rest = topology.machine.model or "unknown CPU model", ", ".join(parts)
+    line = f"{model}   {rest}"
+    return line if len(line) <= WIDTH else f"{model}\n  {rest}"
 
 
 def machine_picture(topology: Topology) -> list[Text]:
