@@ -110,6 +110,22 @@ def test_the_config_file_and_flags_say_the_same(
     assert by_file.out == by_flags.out
 
 
+def test_up_refuses_another_machine(
+    zenlaunch: Run, trees: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A probe of another machine is told apart, with what differs; this one's is not."""
+    other, own = tmp_path / "other.json", tmp_path / "own.json"
+    other.write_text(zenlaunch("probe", "--json", "--sysroot", str(trees("epyc-9755-2s"))).out)
+    own.write_text(zenlaunch("probe", "--json").out)
+    wish = ("--engine", "command", "--kv-cache", "1M", "--weights", "1M", "--overhead", "1M")
+    result = zenlaunch("up", *wish, "--machine", str(other), "--dry-run", "--", "true", "{port}")
+    assert result.status == 4
+    assert f"this is not the machine of {other}" in result.err
+    assert "AMD EPYC 9755" in result.err
+    result = zenlaunch("up", *wish, "--machine", str(own), "--dry-run", "--", "true", "{port}")
+    assert result.status == 0, result.err
+
+
 def test_schema(zenlaunch: Run) -> None:
     assert json.loads(zenlaunch("config", "schema").out)["title"] == "Config"
 

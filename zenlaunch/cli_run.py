@@ -58,6 +58,11 @@ def up(
         typer.Option("--ask", show_default=False,
                      help="When all is ready, put this question through the proxy."),
     ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", show_default=False,
+                     help="A saved probe: refuse to start on any other machine."),
+    ] = None,
     port: Port = None,
     zentorch: ZenTorch = None,
     background: Annotated[Path | None, typer.Option("--background", hidden=True)] = None,
@@ -67,7 +72,7 @@ def up(
     """Start the instances and the proxy; stay until Ctrl-C."""
     from zenlaunch.compose import compose, read_machine
     from zenlaunch.output import make_console, print_plan
-    from zenlaunch.up import choose_folders, refuse_what_cannot_run
+    from zenlaunch.up import choose_folders, refuse_other_machine, refuse_what_cannot_run
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(f"--name {name!r}: use letters, digits, dot, dash and underscore")
@@ -75,6 +80,8 @@ def up(
         os.chdir(background)  # where the user typed the command: its paths may be relative
     config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(None, None)
+    if machine is not None:
+        refuse_other_machine(read_machine(machine, None)[0], topology, source=machine)
     composed = compose(config, topology, here=here)
     refuse_what_cannot_run(composed)
     console = make_console()

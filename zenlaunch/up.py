@@ -17,8 +17,10 @@ from zenlaunch.compose import Composed
 from zenlaunch.engines import VersionSource
 from zenlaunch.errors import LaunchError, PlanError
 from zenlaunch.plan import Plan
+from zenlaunch.same_machine import differences
 from zenlaunch.spec import HealthCheck, LaunchSpec
 from zenlaunch.supervisor import Deployment
+from zenlaunch.topology import Topology
 
 PROXY_NAME = "proxy"
 
@@ -51,6 +53,18 @@ def choose_folders(name: str, environ: Mapping[str, str]) -> Folders:
         logs=state / "zenlaunch" / name,
         cache=cache / "zenlaunch" / "compiled",
     )
+
+
+def refuse_other_machine(planned: Topology, here: Topology, *, source: str) -> None:
+    """Raise PlanError, with what differs, unless `here` is the machine that `planned` describes."""
+    if planned.digest == here.digest:
+        return
+    found = differences(planned, here, cpus=planned.usable_cpus)
+    if found:
+        raise PlanError(
+            f"this is not the machine of {source}:\n" + "\n".join(f"  {line}" for line in found),
+            hint="plan for this machine: leave --machine out, or save its probe anew",
+        )
 
 
 def refuse_what_cannot_run(composed: Composed) -> None:
