@@ -588,7 +588,8 @@ def test_42_budget_for_bodies(engines: Start, proxy: Start) -> None:
     door = proxy(engines(1), body_budget_bytes=1_000_000)
     with door.connect() as first, door.connect() as second:
         first.raw("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n")
-        until(lambda: door.status()["buffered_body_bytes"] == 900_000)
+        first.raw(b"x" * 850_000)
+        until(lambda: door.status()["buffered_body_bytes"] == 850_000)
         second.raw("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n")
         response = second.read()
         assert response.status == 503

@@ -9,13 +9,14 @@ time: pausing it would hide both its FIN and its reset. What happens to an accep
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import struct
 from enum import IntEnum
 from typing import TYPE_CHECKING, cast
 
-from zenlaunch.proxy.answers import CONTINUE, JSON, error_body, own_head
+from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
 from zenlaunch.proxy.exchange import Exchange
 from zenlaunch.proxy.http1 import (
     BadMessage,
@@ -33,6 +34,8 @@ from zenlaunch.proxy.trust import forwarded_fields, presented_key
 if TYPE_CHECKING:
     from zenlaunch.proxy.admin import Admin
     from zenlaunch.proxy.hub import Hub
+
+log = logging.getLogger("zenlaunch.proxy")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _LINGER_S = 5.0
@@ -273,19 +276,19 @@ class ClientConnection(asyncio.Protocol):
             return True
         data, self._buffer = self._buffer, b""
         if self._at is _At.LENGTH:
-            payload = data[: self._left] if len(data) > self._left else data
-            self._buffer = data[self._left :] if len(data) > self._left else b""
+            tail = data[self._left :]
+            payload = data[: self._left] if tail else data
             self._left -= len(payload)
-            self._keep_body(payload)
-            if self._left == 0:
-                self._dispatch()
+            whole = self._left == 0
+        else:
+            assert self._decoder is not None
+            pieces, tail = self._decoder.feed(data)
+            payload = b"".join(pieces)
+            whole = self._decoder.done
+        if not self._fits(self._body_bytes + len(payload)):
             return True
-        assert self._decoder is not None
-        pieces, tail = self._decoder.feed(data)
-        self._keep_body(b"".join(pieces))
-        if self._body_bytes > self._reserved and not self._reserve(self._body_bytes):
-            return True
-        if self._decoder.done:
+        self._keep_body(payload)
+        if whole:
             self._buffer = tail
             self._dispatch()
         return True
@@ -304,17 +307,21 @@ class ClientConnection(asyncio.Protocol):
             return
         self._body = b""
         self._body_bytes = 0
-        if not head.chunked and not head.length_bytes:
-            self._dispatch()
+        size_bytes = head.length_bytes or 0
+        if not self._fits(size_bytes):
             return
-        if not self._reserve(head.length_bytes or 0):
+        if not head.chunked and size_bytes <= len(self._buffer):
+            if size_bytes:
+                body, self._buffer = self._buffer[:size_bytes], self._buffer[size_bytes:]
+                self._keep_body(body)
+            self._dispatch()
             return
         self._deadline = hub.now() + hub.options.body_grace_s
         if head.chunked:
             self._decoder = ChunkDecoder()
             self._at = _At.CHUNKS
         else:
-            self._left = head.length_bytes or 0
+            self._left = size_bytes
             self._at = _At.LENGTH
         if head.expects_continue and not self._buffer:
             self.transport.write(CONTINUE)
@@ -362,8 +369,11 @@ class ClientConnection(asyncio.Protocol):
             return False
         return True
 
-    def _reserve(self, size_bytes: int) -> bool:
-        """Reserve room for a body; False when the request was refused instead."""
+    def _fits(self, size_bytes: int) -> bool:
+        """Tell whether a body of this size may come; False when the request was refused.
+
+        What is counted is what has arrived: a client that only announces much takes no room.
+        """
         options = self._hub.options
         if size_bytes > options.max_body_bytes:
             limit = options.max_body_bytes
@@ -374,13 +384,14 @@ class ClientConnection(asyncio.Protocol):
             message = "too many large requests at once"
             self._refuse(503, "body_budget", message, extra=b"retry-after: 2\r\n")
             return False
-        self._hub.body_bytes += more
-        self._reserved = size_bytes
         return True
 
     def _keep_body(self, payload: bytes) -> None:
         """Add to the body: one buffer, since a list of tiny pieces takes many times their size."""
-        self._body_bytes += len(payload)
+        size = len(payload)
+        self._body_bytes += size
+        self._reserved += size
+        self._hub.body_bytes += size
         if not self._body:
             self._body = payload
             return
@@ -424,7 +435,12 @@ class ClientConnection(asyncio.Protocol):
         self._own = self._hub.loop.create_task(self._answer_own(head, resolution))
 
     async def _answer_own(self, head: RequestHead, resolution: Resolution) -> None:
-        answer = await self._admin.answer(head, resolution, private=self._private)
+        try:
+            answer = await self._admin.answer(head, resolution, private=self._private)
+        except Exception:
+            log.exception("an own route failed")
+            body = error_body(500, "internal", "the proxy failed to answer")
+            answer = Answer(status=500, body=body)
         self._own = None
         keep = head.keep_alive and not self._hub.draining
         self.write_own(
