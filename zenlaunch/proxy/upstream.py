@@ -20,12 +20,11 @@ from zenlaunch.proxy.http1 import (
     BadMessage,
     ChunkDecoder,
     ResponseHead,
-    is_one_whole_chunk,
+    are_whole_events,
     parse_response_head,
 )
 from zenlaunch.proxy.options import UpstreamAddress
 from zenlaunch.proxy.retry import Fault, fault_of_reset
-from zenlaunch.proxy.sse import may_end_or_fail
 
 Relay = Callable[[bytes], None]
 
@@ -156,9 +155,9 @@ class UpstreamConnection(asyncio.Protocol):
         relay = self._relay
         if (
             relay is not None
-            and data.endswith(b"\n\n\r\n")
-            and is_one_whole_chunk(data)
-            and not may_end_or_fail(data)
+            and are_whole_events(data)
+            and b'"error"' not in data
+            and b"[DONE]" not in data
         ):
             relay(data)
             return
