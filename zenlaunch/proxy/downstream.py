@@ -39,6 +39,9 @@ log = logging.getLogger("zenlaunch.proxy")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _LINGER_S = 5.0
+_READ_BYTES = 2**20  # more than one read of the event loop brings
+_TCP_CLOSE = 7  # include/net/tcp_states.h
+_STEPS_AT_ONCE = 64
 _RESET = struct.pack("ii", 1, 0)
 _EACH_INSTANCE = "this route changes one instance only: send it to each instance itself"
 
@@ -123,6 +126,7 @@ class ClientConnection(asyncio.Protocol):
         hub = self._hub
         self.fd = transport.get_extra_info("socket").fileno()
         if not self._private:
+            self._watch_peer()
             peername = transport.get_extra_info("peername")
             if isinstance(peername, tuple):
                 self.peer = str(peername[0])
@@ -136,6 +140,15 @@ class ClientConnection(asyncio.Protocol):
             return
         hub.clients.add(self)
 
+    def _watch_peer(self) -> None:
+        """Let the kernel find out that a client's machine is gone, which sends no FIN."""
+        sock = self.transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._at = _At.CLOSED
         self._hub.clients.discard(self)
@@ -144,7 +157,8 @@ class ClientConnection(asyncio.Protocol):
     def eof_received(self) -> bool | None:
         self._finished_reading = True
         if self._at is _At.ANSWER:
-            if self._hub.options.half_close is HalfClose.ANSWER:
+            # What the proxy answers itself costs nothing: it is answered in any case.
+            if self._own is not None or self._hub.options.half_close is HalfClose.ANSWER:
                 return True
             self._leave()
         self._at = _At.CLOSED
@@ -213,10 +227,21 @@ class ClientConnection(asyncio.Protocol):
                     self._refuse(408, "head_timeout", "the request head took too long")
                 else:
                     self._close()
+        elif at is _At.ANSWER:
+            # After its FIN a socket is not read any more, so a reset shows here only.
+            if self._finished_reading and self._is_reset():
+                self._leave()
+                self.transport.abort()
         elif at in (_At.LENGTH, _At.CHUNKS) and now >= self._deadline + (
             self._body_bytes / self._hub.options.body_min_rate
         ):
             self._refuse(408, "body_timeout", "the request body came too slowly")
+
+    def _is_reset(self) -> bool:
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or sock.family == socket.AF_UNIX:
+            return False
+        return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def _check_stall(self, now: float) -> None:
         left = self.transport.get_write_buffer_size()
@@ -244,6 +269,9 @@ class ClientConnection(asyncio.Protocol):
         if at is _At.HEAD and not self._buffer:
             self._deadline = self._hub.now() + self._hub.options.head_timeout_s
         self._buffer = self._buffer + data if self._buffer else data
+        if len(self._buffer) > self._hub.options.max_pipelined_bytes + _READ_BYTES:
+            self.transport.abort()
+            return
         self._advance()
 
     def _advance(self) -> None:
@@ -252,8 +280,13 @@ class ClientConnection(asyncio.Protocol):
             return
         self._advancing = True
         try:
+            steps = 0
             while self._at < _At.ANSWER and self._buffer:
                 if not self._step():
+                    break
+                steps += 1
+                if steps > _STEPS_AT_ONCE:  # a long pipeline must not hold up everybody else
+                    self._hub.loop.call_soon(self._advance)
                     break
         except BadMessage as problem:
             self._refuse(problem.status, "bad_request", problem.message)
