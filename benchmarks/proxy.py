@@ -2,11 +2,11 @@
 
     python benchmarks/proxy.py [--rounds N] [--only NAME,NAME] [--vllm-router PATH]
 
-Two stand-in engines and the load share CPU 0, the proxy has CPU 1 for itself, so the numbers are the
-proxy's own: CPU time of its whole process tree (from schedstat) for each relayed event and for each
-small request. `direct` is the load without any proxy, what the latencies are compared with. zenlaunch
-runs with API keys, metrics and its access log on, nginx with its access log. Proxies that are not
-installed are left out and named. Prints a Markdown table; the median of the rounds counts.
+Two stand-in engines and the load share CPU 0, the proxy has CPU 1 for itself, so the numbers are
+the proxy's own: CPU time of its whole process tree (from schedstat) for each relayed event and for
+each small request. `direct` is the load without any proxy, what the latencies are compared with.
+zenlaunch runs with API keys, metrics and its access log on, nginx with its access log. Proxies that
+are not installed are left out and named. Prints a Markdown table of the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import uvloop
 
@@ -47,7 +48,7 @@ SMALL = (
 
 
 class EngineProtocol(asyncio.Protocol):
-    streams: set[EngineProtocol] = set()
+    streams: ClassVar[set[EngineProtocol]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -70,8 +71,9 @@ class EngineProtocol(asyncio.Protocol):
             self.answer(head, body)
 
     def answer(self, head: bytes, body: bytes) -> None:
-        if b'"stream": true' in body:
-            self.left = json.loads(body)["max_tokens"] - 1
+        asked = json.loads(body) if body else {}
+        if asked.get("stream"):
+            self.left = asked["max_tokens"] - 1
             self.transport.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
                 b"transfer-encoding: chunked\r\n\r\n" + CHUNK
@@ -307,11 +309,11 @@ def free_port() -> int:
 
 def wait_for(port: int, *, within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
-    request = b"POST /v1/completions HTTP/1.0\r\nhost: a\r\nauthorization: Bearer " + KEY.encode()
+    request = post(1, stream=False)
     while time.monotonic() < deadline:
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=2) as sock:
-                sock.sendall(request + b"\r\ncontent-length: 2\r\n\r\n{}")
+                sock.sendall(request)
                 if b" 200 " in sock.recv(1000):
                     return
         except OSError:
@@ -400,11 +402,16 @@ def main() -> None:
                 process.kill()
                 process.wait()
     columns = list(next(iter(found.values()))[0] if len(found) == 1 else found[list(found)[1]][0])
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())  # fmt: skip
-    print(f"{cpu}, {os.cpu_count()} CPUs, Linux {platform.release()}, Python "
-          f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; "
-          f"`{' '.join(['python', *sys.argv])}`, median of {args.rounds}")  # fmt: skip
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    print(
+        f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs, "
+        f"Linux {platform.release()}, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d')}; `python benchmarks/proxy.py --rounds {args.rounds}`"
+    )
     if absent:
         print(f"Not installed, left out: {', '.join(absent)}")
     print("\n| proxy | " + " | ".join(columns) + " |\n|---" * 1 + "|---" * len(columns) + "|")

@@ -337,9 +337,9 @@ def test_21_models_of_the_living(proxy: Start) -> None:
             engine.stop()
 
 
-def test_23_counts_are_zero_after_2000_aborted_requests(shared: Pair) -> None:
+def test_23_counts_are_zero_after_10000_aborted_requests(shared: Pair) -> None:
     proxy, engines = shared
-    for at in range(2000):
+    for at in range(10_000):
         client = proxy.connect()
         client.post(stream=at % 2 == 0, do={"prefill_s": 0 if at % 3 else 30, "events": 50})
         if at % 5 == 0:
@@ -425,6 +425,24 @@ def test_30_dead_engine_loses_nothing_that_had_not_begun(engines: Start, proxy: 
         assert response.status == 200
         assert response.events[-1] == "[DONE]"
         client.sock.close()
+
+
+def test_30_ten_kills_during_slow_prefills(engines: Start, proxy: Start) -> None:
+    both = engines()
+    door = proxy(both)
+    for round_ in range(10):
+        clients = [door.connect() for _ in range(6)]
+        for at, client in enumerate(clients):
+            client.post(stream=at % 2 == 0, do={"prefill_s": 0.15, "head_first": at % 3 == 0})
+        until(lambda: running(both) == 6)
+        both[round_ % 2].stop()
+        for client in clients:
+            response = client.read()
+            assert response.status == 200
+            assert response.whole
+        both[round_ % 2].start()
+        door.wait_usable(2)
+    until(door.idle)
 
 
 def test_30_poison_prompt_kills_two_at_most(engines: Start, proxy: Start) -> None:
@@ -588,7 +606,8 @@ def test_42_budget_for_bodies(engines: Start, proxy: Start) -> None:
     door = proxy(engines(1), body_budget_bytes=1_000_000)
     with door.connect() as first, door.connect() as second:
         first.raw("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n")
-        until(lambda: door.status()["buffered_body_bytes"] == 900_000)
+        first.raw(b"x" * 850_000)
+        until(lambda: door.status()["buffered_body_bytes"] == 850_000)
         second.raw("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n")
         response = second.read()
         assert response.status == 503

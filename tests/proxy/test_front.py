@@ -374,6 +374,52 @@ def try_health(port: int) -> bool:
             return False
 
 
+def test_an_answer_that_ends_while_the_client_is_slow(engines: Start, proxy: Start) -> None:
+    """The engine's connection is fit for the next request, whatever state its reading was in."""
+    door = proxy(engines(1))
+    for size in (70_000, 300_000, 3_000_000):
+        client = Client(door.port, receive_buffer=4096)
+        client.post("/v1/embeddings", do={"body_bytes": size})
+        until(lambda: door.status()["in_flight"] in (0, 1))
+        threading.Event().wait(0.1)
+        assert len(client.read().body) == size
+        for _ in range(3):
+            with door.connect() as other:
+                other.sock.settimeout(3)
+                other.post()
+                assert other.read().status == 200
+
+
+def test_half_closing_clients_hear_the_proxys_own_answers(shared: Pair) -> None:
+    proxy, _ = shared
+    for path in ("/health", "/v1/models", "/metrics", "/nowhere"):
+        with proxy.connect() as client:
+            client.send("GET", path)
+            client.fin()
+            assert client.read().status in (200, 404)
+            assert client.closed()
+
+
+def test_reset_after_a_half_close(engines: Start, proxy: Start) -> None:
+    one = engines(1)
+    door = proxy(one, half_close="answer", queue_timeout_s=0.5)
+    client = door.connect()
+    client.post(do={"prefill_s": 60})
+    until(lambda: one[0].seen()["running"] == 1)
+    client.fin()
+    client.reset()
+    until(lambda: one[0].seen()["running"] == 0)
+
+
+def test_a_long_pipeline_of_refusals(shared: Pair) -> None:
+    proxy, _ = shared
+    with proxy.connect() as client:
+        one = "GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"
+        client.raw(one * 3000)
+        for _ in range(3000):
+            assert client.read().status == 404
+
+
 # -- trust
 
 

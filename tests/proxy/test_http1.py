@@ -7,9 +7,9 @@ import pytest
 from zenlaunch.proxy.http1 import (
     BadMessage,
     ChunkDecoder,
+    are_whole_events,
     chunk,
     field,
-    is_one_whole_chunk,
     parse_request_head,
     parse_response_head,
     problem_of_partial_head,
@@ -278,26 +278,37 @@ def test_boundaries() -> None:
     assert not decoder.at_boundary
 
 
+E = b"data: 1\n\n"
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (chunk(b"hello"), True),
-        (b"A\r\n0123456789\r\n", True),
-        (b"05\r\nhello\r\n", True),
-        (b"5;a\r\nhello\r\n", False),
-        (b"5\r\nhell\r\n", False),
-        (b"5\r\nhello!\r\n", False),
-        (b"5\r\nhello\r\n5\r\nhello\r\n", False),
+        (chunk(E), True),
+        (chunk(E) * 3, True),
+        (chunk(E * 3), True),
+        (b"09\r\n" + E + b"\r\n", True),
+        (chunk(b"a: 123456\n\n"), True),
+        (b"9;a\r\n" + E + b"\r\n", False),
+        (chunk(b"hello"), False),
+        (chunk(E)[:-1], False),
+        (chunk(E) + b"9", False),
+        (chunk(E) + chunk(b"half"), False),
+        (chunk(E) + b"0\r\n\r\n", False),
         (b"0\r\n\r\n", False),
         (b"", False),
         (b"\r\n", False),
-        (b"+5\r\nhello\r\n", False),
-        (b"5\r\nhelloXX", False),
-        (b"zz\r\nhello\r\n", False),
+        (b"+9\r\n" + E + b"\r\n", False),
+        (b"9\r\n" + E + b"XX", False),
+        (b"8\r\n" + E + b"\r\n", False),
+        (b"a\r\n" + E + b"\r\n", False),
+        (b"zz\r\n" + E + b"\r\n", False),
+        (E, False),
     ],
 )
-def test_whole_chunks(data: bytes, expected: bool) -> None:
-    assert is_one_whole_chunk(data) is expected
+def test_whole_events(data: bytes, expected: bool) -> None:
+    for _ in range(2):  # sizes are known the second time
+        assert are_whole_events(data) is expected
 
 
 def test_an_empty_payload_is_no_chunk() -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
 from typing import Any
 
-from zenlaunch.proxy.answers import JSON, error_body
+from zenlaunch.proxy.answers import Answer, error_body
 from zenlaunch.proxy.http1 import RequestHead, field
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.metrics import CONTENT_TYPE, Aggregate, own_exposition
@@ -19,16 +18,6 @@ from zenlaunch.proxy.routes import Action, Resolution
 from zenlaunch.proxy.upstream import fetch
 
 _FETCH_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """An answer of the proxy's own; `fields` is whole header lines."""
-
-    status: int
-    body: bytes
-    content_type: bytes = JSON
-    fields: bytes = b""
 
 
 def _json(status: int, value: object, *, fields: bytes = b"") -> Answer:

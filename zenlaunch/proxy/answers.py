@@ -7,12 +7,25 @@ words from an engine's. Bytes out, nothing else.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from http import HTTPStatus
 
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 REASONS[413] = b"Content Too Large"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON = b"application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer of the proxy's own; `fields` is whole header lines."""
+
+    status: int
+    body: bytes
+    content_type: bytes = JSON
+    fields: bytes = b""
+
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

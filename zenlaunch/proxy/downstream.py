@@ -9,13 +9,14 @@ time: pausing it would hide both its FIN and its reset. What happens to an accep
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import struct
 from enum import IntEnum
 from typing import TYPE_CHECKING, cast
 
-from zenlaunch.proxy.answers import CONTINUE, JSON, error_body, own_head
+from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
 from zenlaunch.proxy.exchange import Exchange
 from zenlaunch.proxy.http1 import (
     BadMessage,
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
     from zenlaunch.proxy.admin import Admin
     from zenlaunch.proxy.hub import Hub
 
+log = logging.getLogger("zenlaunch.proxy")
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _LINGER_S = 5.0
+_READ_BYTES = 2**20  # more than one read of the event loop brings
+_TCP_CLOSE = 7  # include/net/tcp_states.h
+_STEPS_AT_ONCE = 64
 _RESET = struct.pack("ii", 1, 0)
 _EACH_INSTANCE = "this route changes one instance only: send it to each instance itself"
 
@@ -120,6 +126,7 @@ class ClientConnection(asyncio.Protocol):
         hub = self._hub
         self.fd = transport.get_extra_info("socket").fileno()
         if not self._private:
+            self._watch_peer()
             peername = transport.get_extra_info("peername")
             if isinstance(peername, tuple):
                 self.peer = str(peername[0])
@@ -133,6 +140,15 @@ class ClientConnection(asyncio.Protocol):
             return
         hub.clients.add(self)
 
+    def _watch_peer(self) -> None:
+        """Let the kernel find out that a client's machine is gone, which sends no FIN."""
+        sock = self.transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._at = _At.CLOSED
         self._hub.clients.discard(self)
@@ -141,7 +157,8 @@ class ClientConnection(asyncio.Protocol):
     def eof_received(self) -> bool | None:
         self._finished_reading = True
         if self._at is _At.ANSWER:
-            if self._hub.options.half_close is HalfClose.ANSWER:
+            # What the proxy answers itself costs nothing: it is answered in any case.
+            if self._own is not None or self._hub.options.half_close is HalfClose.ANSWER:
                 return True
             self._leave()
         self._at = _At.CLOSED
@@ -210,10 +227,21 @@ class ClientConnection(asyncio.Protocol):
                     self._refuse(408, "head_timeout", "the request head took too long")
                 else:
                     self._close()
+        elif at is _At.ANSWER:
+            # After its FIN a socket is not read any more, so a reset shows here only.
+            if self._finished_reading and self._is_reset():
+                self._leave()
+                self.transport.abort()
         elif at in (_At.LENGTH, _At.CHUNKS) and now >= self._deadline + (
             self._body_bytes / self._hub.options.body_min_rate
         ):
             self._refuse(408, "body_timeout", "the request body came too slowly")
+
+    def _is_reset(self) -> bool:
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or sock.family == socket.AF_UNIX:
+            return False
+        return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def _check_stall(self, now: float) -> None:
         left = self.transport.get_write_buffer_size()
@@ -241,6 +269,9 @@ class ClientConnection(asyncio.Protocol):
         if at is _At.HEAD and not self._buffer:
             self._deadline = self._hub.now() + self._hub.options.head_timeout_s
         self._buffer = self._buffer + data if self._buffer else data
+        if len(self._buffer) > self._hub.options.max_pipelined_bytes + _READ_BYTES:
+            self.transport.abort()
+            return
         self._advance()
 
     def _advance(self) -> None:
@@ -249,8 +280,13 @@ class ClientConnection(asyncio.Protocol):
             return
         self._advancing = True
         try:
+            steps = 0
             while self._at < _At.ANSWER and self._buffer:
                 if not self._step():
+                    break
+                steps += 1
+                if steps > _STEPS_AT_ONCE:  # a long pipeline must not hold up everybody else
+                    self._hub.loop.call_soon(self._advance)
                     break
         except BadMessage as problem:
             self._refuse(problem.status, "bad_request", problem.message)
@@ -273,19 +309,19 @@ class ClientConnection(asyncio.Protocol):
             return True
         data, self._buffer = self._buffer, b""
         if self._at is _At.LENGTH:
-            payload = data[: self._left] if len(data) > self._left else data
-            self._buffer = data[self._left :] if len(data) > self._left else b""
+            tail = data[self._left :]
+            payload = data[: self._left] if tail else data
             self._left -= len(payload)
-            self._keep_body(payload)
-            if self._left == 0:
-                self._dispatch()
+            whole = self._left == 0
+        else:
+            assert self._decoder is not None
+            pieces, tail = self._decoder.feed(data)
+            payload = b"".join(pieces)
+            whole = self._decoder.done
+        if not self._fits(self._body_bytes + len(payload)):
             return True
-        assert self._decoder is not None
-        pieces, tail = self._decoder.feed(data)
-        self._keep_body(b"".join(pieces))
-        if self._body_bytes > self._reserved and not self._reserve(self._body_bytes):
-            return True
-        if self._decoder.done:
+        self._keep_body(payload)
+        if whole:
             self._buffer = tail
             self._dispatch()
         return True
@@ -304,17 +340,21 @@ class ClientConnection(asyncio.Protocol):
             return
         self._body = b""
         self._body_bytes = 0
-        if not head.chunked and not head.length_bytes:
-            self._dispatch()
+        size_bytes = head.length_bytes or 0
+        if not self._fits(size_bytes):
             return
-        if not self._reserve(head.length_bytes or 0):
+        if not head.chunked and size_bytes <= len(self._buffer):
+            if size_bytes:
+                body, self._buffer = self._buffer[:size_bytes], self._buffer[size_bytes:]
+                self._keep_body(body)
+            self._dispatch()
             return
         self._deadline = hub.now() + hub.options.body_grace_s
         if head.chunked:
             self._decoder = ChunkDecoder()
             self._at = _At.CHUNKS
         else:
-            self._left = head.length_bytes or 0
+            self._left = size_bytes
             self._at = _At.LENGTH
         if head.expects_continue and not self._buffer:
             self.transport.write(CONTINUE)
@@ -362,8 +402,11 @@ class ClientConnection(asyncio.Protocol):
             return False
         return True
 
-    def _reserve(self, size_bytes: int) -> bool:
-        """Reserve room for a body; False when the request was refused instead."""
+    def _fits(self, size_bytes: int) -> bool:
+        """Tell whether a body of this size may come; False when the request was refused.
+
+        What is counted is what has arrived: a client that only announces much takes no room.
+        """
         options = self._hub.options
         if size_bytes > options.max_body_bytes:
             limit = options.max_body_bytes
@@ -374,13 +417,14 @@ class ClientConnection(asyncio.Protocol):
             message = "too many large requests at once"
             self._refuse(503, "body_budget", message, extra=b"retry-after: 2\r\n")
             return False
-        self._hub.body_bytes += more
-        self._reserved = size_bytes
         return True
 
     def _keep_body(self, payload: bytes) -> None:
         """Add to the body: one buffer, since a list of tiny pieces takes many times their size."""
-        self._body_bytes += len(payload)
+        size = len(payload)
+        self._body_bytes += size
+        self._reserved += size
+        self._hub.body_bytes += size
         if not self._body:
             self._body = payload
             return
@@ -424,7 +468,12 @@ class ClientConnection(asyncio.Protocol):
         self._own = self._hub.loop.create_task(self._answer_own(head, resolution))
 
     async def _answer_own(self, head: RequestHead, resolution: Resolution) -> None:
-        answer = await self._admin.answer(head, resolution, private=self._private)
+        try:
+            answer = await self._admin.answer(head, resolution, private=self._private)
+        except Exception:
+            log.exception("an own route failed")
+            body = error_body(500, "internal", "the proxy failed to answer")
+            answer = Answer(status=500, body=body)
         self._own = None
         keep = head.keep_alive and not self._hub.draining
         self.write_own(

@@ -230,7 +230,11 @@ class Exchange:
             self._failed(Fault.UNREACHABLE)
         else:
             self._dial = None
-            self._send(connection)
+            try:
+                self._send(connection)
+            except Exception:
+                log.exception("sending a request failed")
+                self._failed(Fault.UNREACHABLE)
 
     def _send(self, connection: UpstreamConnection) -> None:
         if connection.transport.is_closing():  # lost between the dial and now; nothing was sent

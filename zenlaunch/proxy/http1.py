@@ -361,21 +361,35 @@ LAST_CHUNK = b"0\r\n\r\n"
 _known_sizes: dict[bytes, int] = {}
 
 
-def is_one_whole_chunk(data: bytes) -> bool:
-    """Tell whether `data` is exactly one chunk, without extensions: it may be relayed as it is."""
-    end = data.find(b"\r\n", 0, 10)
-    if end <= 0:
-        return False
-    line = data[:end]
-    size = _known_sizes.get(line)
-    if size is None:
-        match = _CHUNK_LINE.fullmatch(line)
-        if match is None or match[1] != line:
+def are_whole_events(data: bytes) -> bool:
+    """Tell whether `data` is exactly whole chunks, each of whole events, without extensions.
+
+    Such data may be relayed as it is: after it a chunk of our own can follow at any time.
+    """
+    at, size = 0, len(data)
+    while at < size:
+        end = data.find(b"\r\n", at, at + 10)
+        line = data[at:end]
+        length = _known_sizes.get(line)
+        if length is None:
+            length = _learn_size(line) if end > at else 0
+        if not length:
             return False
-        size = int(line, 16)
-        if len(_known_sizes) < 16_384:
-            _known_sizes[line] = size
-    return size > 0 and len(data) == end + size + 4 and data.endswith(b"\r\n")
+        at = end + length + 4
+        if data[at - 4 : at] != b"\n\n\r\n":
+            return False
+    return size > 0
+
+
+def _learn_size(line: bytes) -> int:
+    """Return the size that a plain size line says, 0 if it is none, and know it next time."""
+    match = _CHUNK_LINE.fullmatch(line)
+    if match is None or match[1] != line:
+        return 0
+    length = int(line, 16)
+    if len(_known_sizes) < 16_384:
+        _known_sizes[line] = length
+    return length
 
 
 class ChunkDecoder:

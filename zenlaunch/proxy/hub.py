@@ -109,6 +109,7 @@ class Hub:
         for name in [name for name in self.upstreams if name not in wanted]:
             self.upstreams.pop(name).close_idle()
             self._probes.pop(name).cancel()
+            self.balancer.forget(name)
         for name, address in wanted.items():
             old = self.upstreams.get(name)
             if old is not None and old.address == address:

@@ -17,11 +17,6 @@ _DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\][\r\n]")
 _DATA = re.compile(rb"(?:^|[\r\n])data: ?(\{[^\r\n]*)")
 
 
-def may_end_or_fail(data: bytes) -> bool:
-    """Tell, cheaply, whether `data` must be looked at: it may hold an error or the end mark."""
-    return b'"error"' in data or b"[DONE]" in data
-
-
 class EventTracker:
     """Follow one event stream.
 

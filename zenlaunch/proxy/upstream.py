@@ -20,12 +20,11 @@ from zenlaunch.proxy.http1 import (
     BadMessage,
     ChunkDecoder,
     ResponseHead,
-    is_one_whole_chunk,
+    are_whole_events,
     parse_response_head,
 )
 from zenlaunch.proxy.options import UpstreamAddress
 from zenlaunch.proxy.retry import Fault, fault_of_reset
-from zenlaunch.proxy.sse import may_end_or_fail
 
 Relay = Callable[[bytes], None]
 
@@ -70,6 +69,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_head",
         "_left",
         "_loop",
+        "_paused",
         "_receiver",
         "_relay",
         "_sent_at",
@@ -93,6 +93,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._decoder: ChunkDecoder | None = None
         self._left = 0
         self._any_byte = False
+        self._paused = False
         self._sent_at = 0.0
         self.uses = 0
         self.single = False
@@ -144,11 +145,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more until `resume`: the client is slow."""
+        self._paused = True
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
+        self._paused = False
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -156,9 +159,9 @@ class UpstreamConnection(asyncio.Protocol):
         relay = self._relay
         if (
             relay is not None
-            and data.endswith(b"\n\n\r\n")
-            and is_one_whole_chunk(data)
-            and not may_end_or_fail(data)
+            and are_whole_events(data)
+            and b'"error"' not in data
+            and b"[DONE]" not in data
         ):
             relay(data)
             return
@@ -245,6 +248,8 @@ class UpstreamConnection(asyncio.Protocol):
             and self.transport.get_write_buffer_size() == 0
         )
         self._reset()
+        if self._paused:  # by the very bytes that ended the response
+            self.resume()
         if clean:
             self.upstream.put(self, time.monotonic())
         else:
