@@ -103,7 +103,6 @@ def from_fields(source: Source, fields: list[Field], *, origin: str) -> Topology
         l3_known=False,
         cores=_cores(online, nodes, packages, threads),
         threads_per_core=threads,
-        notes=(),
     )
     return replace(topology, notes=(*notes, *remarks(topology)))
 
