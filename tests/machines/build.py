@@ -90,9 +90,13 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def build(name: str, root: Path) -> Path:
-    """Write the tree of one description below `root`; returns `root`."""
-    return write(files_of(load(name)), root)
+def build(name: str, root: Path, *, full: bool = False) -> Path:
+    """Write the tree of one description below `root`; returns `root`.
+
+    A large machine has each set of CPUs under one name and no L1 and L2, unless `full` (which is
+    some 20,000 files for 512 CPUs, and what lscpu wants).
+    """
+    return write(files_of(load(name), full=full), root)
 
 
 def write(files: dict[str, str], root: Path) -> Path:
@@ -183,7 +187,7 @@ def kib(size: str) -> int:
 class _Writer:
     """Collects the files of one machine."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: Description, *, full: bool) -> None:
         self.facts = description.facts
         self.rows = description.rows
         self.quirks = set(self.facts.get("quirks", ()))
@@ -194,9 +198,7 @@ class _Writer:
         self.width = -(-(max(self.all) + 1) // 32) * 32
         # A large machine has every set under one name only, and its L3 as only cache: the tests
         # would else write 20,000 files for one machine.
-        self.large = len(self.all) > 64
-        if self.large and "masks" not in self.quirks:
-            self.quirks.add("lists")
+        self.large = len(self.all) > 64 and not full
 
     def put(self, rel: str, content: object) -> None:
         self.files[rel] = f"{content}\n" + ("\0" if "nul" in self.quirks else "")
@@ -206,7 +208,8 @@ class _Writer:
         cpus = set(cpus)
         if "masks" not in self.quirks:
             self.put(f"{rel}/{listed}", cpu_list(cpus))
-        if "lists" not in self.quirks:
+        short = self.large and "masks" not in self.quirks and not rel.startswith(NODE)
+        if "lists" not in self.quirks and not short:
             self.put(f"{rel}/{masked}", cpu_mask(cpus, self.width))
 
     def group(self, key: str) -> dict[int, set[int]]:
@@ -217,9 +220,9 @@ class _Writer:
         return found
 
 
-def files_of(description: Description) -> dict[str, str]:
-    """Return the whole tree as path -> content."""
-    w = _Writer(description)
+def files_of(description: Description, *, full: bool = False) -> dict[str, str]:
+    """Return the whole tree as path -> content; `full` spares nothing on a large machine."""
+    w = _Writer(description, full=full)
     _cpus(w)
     if "no-topology" not in w.quirks:
         _topology(w)

@@ -1,7 +1,7 @@
 """Seeded damage to every tree and text: an answer or a TopologyError, nothing else, and soon.
 
 An answer to a damaged source must still hold together: no contradiction, and the JSON of it reads
-back as the same value.
+back as the same value. ZENLAUNCH_FUZZ_SEED=N tries other damage.
 """
 
 from __future__ import annotations

@@ -269,6 +269,7 @@ def test_collect_env_is_the_lscpu_inside() -> None:
 REFUSED = {
     "": "machine.txt: the text is empty",
     "hello\n": "machine.txt, line 1: not a text that describes a machine\n  1: hello",
+    "\x1b[31mred\n": "\n  1: ·[31mred",
     "\n\nCPU\n": "line 3: not a text that describes a machine",
     "{": "line 1: not JSON: ",
     '{\n"schema": 1,\n}': "line 3: not JSON: ",

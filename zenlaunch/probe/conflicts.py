@@ -89,7 +89,8 @@ def _memory(tree: Tree, topology: Topology) -> Iterator[Note]:
             code="memory-conflict",
             severity=Severity.WARNING,
             text=f"proc/meminfo says {total / (1 << 30):.1f} GiB, the nodes add up to "
-            f"{sum(known) / (1 << 30):.1f} GiB; the nodes are used",
+            f"{sum(known) / (1 << 30):.1f} GiB, as under a container's limit or with the balloon "
+            "of a VM; the nodes are used",
         )
 
 

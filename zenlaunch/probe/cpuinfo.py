@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zenlaunch.cpuset import MAX_ID
+from zenlaunch.probe.source import printable
 from zenlaunch.probe.tree import Tree
 from zenlaunch.topology import Machine
 
@@ -47,7 +48,7 @@ def read_machine(tree: Tree, *, arch: str | None) -> Machine:
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon:
-            first.setdefault(key.strip(), value.strip())
+            first.setdefault(key.strip(), printable(value.strip()))
     flags = next((first[k].split() for k in _FLAG_KEYS if first.get(k)), None)
     vendor = next((first[k] for k in _VENDOR_KEYS if first.get(k)), None)
     # arm64 names no model; "cpu" is a count on sparc only in other keys, a model on power and s390.

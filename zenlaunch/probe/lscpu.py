@@ -15,7 +15,7 @@ from typing import Any
 
 from zenlaunch.cpuset import EMPTY, MAX_ID, CpuSet, union
 from zenlaunch.probe.remarks import remarks
-from zenlaunch.probe.source import Source
+from zenlaunch.probe.source import Source, printable
 from zenlaunch.topology import Core, Machine, Note, NumaNode, Package, Severity, Topology
 
 LINES = re.compile(
@@ -103,7 +103,6 @@ def from_fields(source: Source, fields: list[Field], *, origin: str) -> Topology
         l3_known=False,
         cores=_cores(online, nodes, packages, threads),
         threads_per_core=threads,
-        notes=(),
     )
     return replace(topology, notes=(*notes, *remarks(topology)))
 
@@ -117,7 +116,7 @@ def _find(source: Source, item: Mapping[str, Any]) -> int:
 def _text(by_name: Mapping[str, list[Field]], name: str) -> str | None:
     """Return the first value; "-" is how lscpu prints what it does not know."""
     value = by_name[name][0].value if name in by_name else ""
-    return value if value not in ("", "-") else None
+    return printable(value) if value not in ("", "-") else None
 
 
 def _single(source: Source, by_name: Mapping[str, list[Field]], name: str) -> Field | None:

@@ -85,7 +85,6 @@ def read_numactl(source: Source) -> Topology:
             for i in ids
         ),
         l3_known=False,
-        notes=tuple(notes),
     )
     if known and not topology.online:
         raise source.wrong(min(n for n, _ in found.cpus.values()), "no node has a CPU")

@@ -24,7 +24,7 @@ class Source:
     def wrong(self, number: int, why: str, *, hint: str | None = None) -> TopologyError:
         """Make the error for line `number`, counted from 1."""
         line = self.lines[number - 1].strip() if 0 < number <= len(self.lines) else ""
-        shown = line if len(line) <= 80 else line[:77] + "..."
+        shown = printable(line if len(line) <= 80 else line[:77] + "...")
         return TopologyError(
             f"{self.name}, line {number}: {why}\n  {number}: {shown}",
             hint=hint or "give the program's output as it was printed, whole and unedited",
@@ -48,3 +48,8 @@ def make_source(text: str, *, name: str) -> Source:
             hint="give the output of lscpu, lscpu -p, numactl -H, or `zenlaunch probe --json`",
         )
     return Source(name="stdin" if name == "-" else name, lines=tuple(text.split("\n")))
+
+
+def printable(text: str) -> str:
+    """Return the text for a terminal: escape sequences of a damaged file do nothing there."""
+    return "".join(c if c.isprintable() else "·" for c in text)

@@ -31,6 +31,8 @@ _PACKAGE = ("core_siblings_list", "package_cpus_list", "core_siblings", "package
 # A core below this share of the largest capacity is of the slow kind. Favoured cores of one kind
 # differ by a few per cent, a big core and a little one by a factor of two or more.
 _SLOW = 0.6
+# What a kernel can be built for (CONFIG_NR_CPUS); a list of more comes from a damaged file.
+_MOST_CPUS = 8192
 
 
 def read_sysfs(root: Path, *, live: bool) -> Topology:
@@ -132,15 +134,19 @@ def _read_online(tree: Tree, lazy: _LazyCpuInfo, notes: list[Note]) -> tuple[Cpu
     if not online:  # absent (before 2.6.26, cut dumps) or an empty file
         online = _online_by_folder(tree, folders) or CpuSet(lazy.get().cpus)
     if folders and not online <= folders:
-        notes.append(
-            Note(
-                code="online-conflict",
-                severity=Severity.WARNING,
-                text=f"{CPU}/online says {online}, but there are folders for CPUs {folders} only; "
-                "the others are taken as absent",
+        # A cut dump need not have a folder for each CPU, but something must know of them.
+        known = folders | CpuSet(lazy.get().cpus)
+        known |= present if len(present) <= _MOST_CPUS else EMPTY
+        if not online <= known:
+            notes.append(
+                Note(
+                    code="online-conflict",
+                    severity=Severity.WARNING,
+                    text=f"{CPU}/online says {online}, but only CPUs {known} are known otherwise; "
+                    "the others are taken as absent",
+                )
             )
-        )
-        online &= folders
+            online &= known
     return online, (present - online if present else None)
 
 
@@ -195,8 +201,8 @@ def _siblings(
     cores: dict[CpuSet, None] = {}
     odd: list[str] = []
     for cpu, cpus in said.items():
-        # Two CPUs share a core when each says so.
-        both = CpuSet(c for c in cpus if c == cpu or cpu in said.get(c, EMPTY))
+        # Two CPUs share a core when each says so; one without the files follows the other's word.
+        both = CpuSet(c for c in cpus if c == cpu or cpu in said.get(c, cpus))
         if both != cpus or cpu not in cpus:
             odd.append(f"CPU {cpu} says {cpus}")
         cores[both | CpuSet([cpu])] = None
@@ -236,7 +242,7 @@ def _cores_by_number(
     """
     info = lazy.get().cpus
     groups: dict[tuple[int | None, ...], list[int]] = {}
-    alone: list[CpuSet] = []
+    alone: list[int] = []
     for cpu in silent:
         row, block = rows[cpu], info.get(cpu)
         core = row.core if row.core is not None and row.core >= 0 else None
@@ -245,19 +251,24 @@ def _cores_by_number(
             core = block.core if core is None else core
             package = block.package if package is None else package
         if core is None:
-            alone.append(CpuSet([cpu]))
+            alone.append(cpu)
         else:
             groups.setdefault((package, row.die, node_of.get(cpu), core), []).append(cpu)
+    for key, cpus in list(groups.items()):
+        # Some hypervisors give every CPU the same numbers, and say that there is no SMT.
+        blocks = [info[c] for c in cpus if c in info]
+        if len(cpus) > 1 and any(b.siblings and b.siblings == b.cores for b in blocks):
+            alone += groups.pop(key)
     if alone and len(silent) > 1:
         notes.append(
             Note(
                 code="siblings-unknown",
                 severity=Severity.WARNING,
-                text=f"nothing says which CPUs share a core (CPUs {union(alone)}): "
+                text=f"nothing says which CPUs share a core (CPUs {CpuSet(alone)}): "
                 "each is shown as a core of its own",
             )
         )
-    return alone + [CpuSet(cpus) for cpus in groups.values()]
+    return [CpuSet([cpu]) for cpu in alone] + [CpuSet(cpus) for cpus in groups.values()]
 
 
 def _packages(
@@ -271,6 +282,10 @@ def _packages(
         block = info.get(cpu)
         if block is not None and block.package is not None and block.package >= 0:
             named[cpu] = block.package
+    # A CPU without files of its own is in the package whose other CPUs list it.
+    lists = {(r.package_cpus, named[c]) for c, r in rows.items() if r.package_cpus and c in named}
+    named |= _unique({i: union(s for s, of in lists if of == i) & (online - CpuSet(named))
+                      for i in {of for _, of in lists}})  # fmt: skip
     groups = group_by((package, cpu) for cpu, package in named.items())
     silent = online - CpuSet(named)
     if silent:
