@@ -1,35 +1,39 @@
-"""What the kernel says of a process tree: where its threads may run, its pages, what it maps.
+"""An instance as the kernel has it, against its spec: `verify` in full, `look` now and then.
 
-Owns the reading of /proc/PID (task/*/status, task/*/stat, numa_maps, maps) and the comparison with
-a LaunchSpec, `verify`, which names each mismatch in words with its likely cause. Changes nothing,
-and knows no engine: what an engine must show is in the spec's Evidence. A process that ends while
-it is read counts nothing. Documentation/filesystems/proc.rst, numa_maps(5), move_pages(2).
-
-Pages: anonymous ones and shared memory of the tree count, by size. Pages of files are apart:
-whoever read a library or a model file first decides where its one copy is, for all processes.
+Owns the comparison and its words: each mismatch is named with its likely cause. Reads through
+procfs, changes nothing, and knows no engine: what an engine must show is in the spec's Evidence.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import re
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zenlaunch import checks
 from zenlaunch.child import tree
 from zenlaunch.cpuset import EMPTY, CpuSet, union
+from zenlaunch.procfs import (
+    Pages,
+    Thread,
+    bound_nodes,
+    mapped_files,
+    mems_allowed,
+    online_cpus,
+    pages_of,
+    sample_pages,
+    threads_of,
+)
 from zenlaunch.spec import LaunchSpec
 
 LOCAL_ENOUGH = 0.99
-MOVE_PAGES = {"x86_64": 279, "aarch64": 239, "riscv64": 239}
+
 
 # Labels of `Verification.libraries`: a part of the file's name.
 LIBRARIES = {
@@ -40,35 +44,9 @@ LIBRARIES = {
     "omp": "libomp.so",
     "zentorch": "libzentorch",
 }
+
+
 OPENMP = ("iomp5", "gomp", "omp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thread:
-    """One thread: where it may run, where it ran last, and the CPU time it has used."""
-
-    pid: int
-    tid: int
-    name: str
-    cpus: CpuSet
-    last_cpu: int
-    cpu_s: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"pid": self.pid, "tid": self.tid, "name": self.name, "cpus": str(self.cpus)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
-    """Bytes by NUMA node: `own` anonymous and shared memory, `file` pages of files."""
-
-    own: dict[int, int] = field(default_factory=dict)
-    file: dict[int, int] = field(default_factory=dict)
-
-    def local_ratio(self, nodes: CpuSet) -> float | None:
-        """Return the share of own bytes that is on `nodes`; None where there are none."""
-        total = sum(self.own.values())
-        return sum(b for n, b in self.own.items() if n in nodes) / total if total else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,150 +82,6 @@ class Verification:
         }
 
 
-def threads_of(pid: int) -> list[Thread]:
-    """Return the threads of one process."""
-    found = []
-    tick = os.sysconf("SC_CLK_TCK")
-    with contextlib.suppress(OSError):
-        for task in sorted(os.scandir(f"/proc/{pid}/task"), key=lambda e: int(e.name)):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                status = Path(task.path, "status").read_text()
-                allowed = re.search(r"^Cpus_allowed_list:\s*(\S*)$", status, re.MULTILINE)
-                name, _, rest = Path(task.path, "stat").read_text().rpartition(")")
-                fields = rest.split()
-                found.append(
-                    Thread(
-                        pid=pid,
-                        tid=int(task.name),
-                        name=name.partition("(")[2],
-                        cpus=CpuSet.parse(allowed[1]) if allowed else EMPTY,
-                        last_cpu=int(fields[36]),
-                        cpu_s=_used_s(task.path, (int(fields[11]) + int(fields[12])) / tick),
-                    )
-                )
-    return found
-
-
-def parse_numa_maps(text: str, shared: dict[str, dict[int, int]]) -> Pages:
-    """Read one process's numa_maps.
-
-    A shared segment is seen by each process that maps it: its pages go to `shared`, by the
-    segment's name, where the most that any process saw of a node counts, once.
-    """
-    own: Counter[int] = Counter()
-    file: Counter[int] = Counter()
-    for line in text.splitlines():
-        words = line.split()
-        name = next((w[5:] for w in words if w.startswith("file=")), None)
-        size = _number(words, "kernelpagesize_kB", 4) * 1024
-        nodes = {
-            int(node[1:]): int(count) * size
-            for node, _, count in (w.partition("=") for w in words)
-            if node[:1] == "N" and node[1:].isdigit()
-        }
-        if not nodes:
-            continue
-        if name is None:
-            own.update(nodes)
-        elif name.startswith(("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")):
-            seen = shared.setdefault(name, {})
-            for node, size_bytes in nodes.items():
-                seen[node] = max(seen.get(node, 0), size_bytes)
-        else:
-            # Pages of a private file mapping that were written to are anonymous: their number is
-            # known, their nodes only together with the others'.
-            anon = _number(words, "anon", 0) * size
-            total = sum(nodes.values())
-            for node, size_bytes in nodes.items():
-                part = min(size_bytes, round(size_bytes * anon / total))
-                own[node] += part
-                file[node] += size_bytes - part
-    return Pages(own=_positive(own), file=_positive(file))
-
-
-def _used_s(task: str, coarse_s: float) -> float:
-    """Return a thread's CPU time: to the nanosecond where the kernel counts so, else in ticks."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(task, "schedstat").read_text().split()[0]) / 1e9
-    return coarse_s
-
-
-def _number(words: list[str], key: str, default: int) -> int:
-    for word in words:
-        name, _, value = word.partition("=")
-        if name == key and value.isdigit():
-            return int(value)
-    return default
-
-
-def _positive(counts: Counter[int]) -> dict[int, int]:
-    return {node: size for node, size in sorted(counts.items()) if size > 0}
-
-
-def pages_of(pids: Iterable[int]) -> Pages:
-    """Return where the pages of these processes are; walks all page tables, so not often."""
-    own: Counter[int] = Counter()
-    file: Counter[int] = Counter()
-    shared: dict[str, dict[int, int]] = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            pages = parse_numa_maps(Path(f"/proc/{pid}/numa_maps").read_text(), shared)
-            own.update(pages.own)
-            file.update(pages.file)
-    for segment in shared.values():
-        own.update(segment)
-    return Pages(own=_positive(own), file=_positive(file))
-
-
-def mapped_files(pid: int) -> set[str]:
-    """Return the paths of the files that a process has mapped executable."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and "x" in fields[1] and fields[5].startswith("/"):
-                found.add(fields[5].removesuffix(" (deleted)"))
-    return found
-
-
-def sample_pages(pid: int, count: int = 4096, *, chance: random.Random | None = None) -> Pages:
-    """Ask the kernel for the nodes of `count` random anonymous pages of one process.
-
-    Cheap whatever the size of the process, for the periodic check: move_pages(2) with no target.
-    Needs the right to trace the process. Pages that are not there count nothing.
-    """
-    number = MOVE_PAGES.get(os.uname().machine)
-    regions = list(_anonymous_regions(pid))
-    if number is None or not regions:
-        return Pages()
-    page = os.sysconf("SC_PAGE_SIZE")
-    chance = chance or random.Random()
-    weights = [end - start for start, end in regions]
-    picked = chance.choices(regions, weights, k=count)
-    addresses = (ctypes.c_void_p * count)(
-        *(start + chance.randrange((end - start) // page) * page for start, end in picked)
-    )
-    status = (ctypes.c_int * count)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    done = libc.syscall(
-        ctypes.c_long(number), ctypes.c_int(pid), ctypes.c_ulong(count), addresses, None, status, 0
-    )
-    if done != 0:
-        return Pages()
-    own: Counter[int] = Counter(node for node in status if node >= 0)
-    return Pages(own={node: n * page for node, n in sorted(own.items())})
-
-
-def _anonymous_regions(pid: int) -> Iterator[tuple[int, int]]:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            fields = line.split(maxsplit=5)
-            named = fields[5] if len(fields) == 6 else ""
-            if fields[1].startswith("rw") and (not named or named in ("[heap]", "[stack]")):
-                start, _, end = fields[0].partition("-")
-                yield int(start, 16), int(end, 16)
-
-
 def cores_logged(pattern: str | None, log: Sequence[str]) -> CpuSet | None:
     """Return the CPUs that the engine said it uses; None where it said nothing."""
     if pattern is None:
@@ -258,11 +92,6 @@ def cores_logged(pattern: str | None, log: Sequence[str]) -> CpuSet | None:
             with contextlib.suppress(ValueError):
                 return CpuSet.parse(match[1])
     return None
-
-
-def tree_threads(pid: int) -> list[Thread]:
-    """Return the threads of the tree under `pid`."""
-    return [t for p in tree(pid) for t in threads_of(p)]
 
 
 def idle_cpus(spec: LaunchSpec, before: Sequence[Thread], after: Sequence[Thread]) -> CpuSet:
@@ -413,9 +242,15 @@ def _problems(seen: _Seen) -> Iterator[str]:
 
 def _thread_problems(seen: _Seen) -> Iterator[str]:
     spec = seen.spec
+    offline = spec.cpus - online_cpus() if spec.cpus else EMPTY
+    if offline:
+        yield (
+            f"CPUs {offline} of the plan are offline: their threads share other CPUs (put them "
+            "online again and restart the instance, or plan anew)"
+        )
     if spec.cpus:
         allowed = union(t.cpus for t in seen.threads)
-        missing = spec.cpus - allowed
+        missing = spec.cpus - allowed - offline
         if seen.off_plan:
             where = union(t.cpus for t in seen.off_plan) - spec.cpus
             yield (
@@ -425,14 +260,14 @@ def _thread_problems(seen: _Seen) -> Iterator[str]:
         elif missing:
             yield (
                 f"no thread may run on CPUs {missing} of the plan: a cpuset (a container's, or the "
-                "cgroup's) leaves them out, or they were taken offline"
+                "cgroup's) leaves them out"
             )
     if seen.logged is not None and seen.logged != spec.engine_cpus:
         yield f"the engine says it uses CPUs {seen.logged or 'none'}; {_logged_cause(seen)}"
     crowded = _crowded(seen)
     if crowded:
         yield f"several busy threads share CPUs {crowded}: more engine threads than CPUs"
-    bare = CpuSet(c for c, n in seen.engine_threads.items() if n == 0)
+    bare = CpuSet(c for c, n in seen.engine_threads.items() if n == 0) - offline
     if not bare or len(spec.engine_cpus) == 1 == len(seen.spec.cpus):
         return
     if bare == spec.engine_cpus:
@@ -494,9 +329,9 @@ def _page_problems(seen: _Seen) -> Iterator[str]:
         return
     total = sum(seen.found.own.values())
     away = {n: b for n, b in seen.found.own.items() if n not in seen.spec.mem_nodes}
-    where = ", ".join(f"{b / (1 << 20):.0f} MiB on node {n}" for n, b in sorted(away.items()))
+    where = ", ".join(f"{b / (1 << 20):,.0f} MiB on node {n}" for n, b in sorted(away.items()))
     yield (
-        f"{100 * (1 - seen.ratio):.1f} % of {total / (1 << 30):.1f} GiB is not on node "
+        f"{100 * (1 - seen.ratio):.1f} % of {total / (1 << 20):,.0f} MiB is not on node "
         f"{seen.spec.mem_nodes} ({where}): {_remote_cause(seen)}"
     )
 
@@ -506,31 +341,20 @@ def _remote_cause(seen: _Seen) -> str:
     denied = any("not permitted" in line and any(w in line for w in words) for line in seen.log)
     if denied:
         return "setting a memory policy is not permitted (in docker: --cap-add SYS_NICE)"
-    allowed = _mems_allowed(seen.pid)
+    allowed = mems_allowed(seen.pid)
     if allowed is not None and not seen.spec.mem_nodes <= allowed:
         return f"a cpuset allows memory of node {allowed} only"
-    if "bind" not in _policies(seen.pid):
-        return "no memory policy is set (no numactl --membind, and the engine set none)"
-    with contextlib.suppress(OSError):
-        if Path("/proc/sys/kernel/numa_balancing").read_text().strip() != "0":
-            return "the kernel's automatic NUMA balancing moves pages (kernel.numa_balancing)"
+    bound = {b for p in tree(seen.pid) for b in bound_nodes(p)}
+    strange = {b for b in bound if not b <= seen.spec.mem_nodes}
+    if strange:
+        return f"the engine bound memory to node {union(strange)} by itself"
+    if not bound:
+        balancing = ""
+        with contextlib.suppress(OSError):
+            if Path("/proc/sys/kernel/numa_balancing").read_text().strip() != "0":
+                balancing = "; kernel.numa_balancing moves what is not bound"
+        return f"no memory policy is set (no numactl --membind, and the engine set none){balancing}"
     return "they were there before the policy was set, or were moved (migratepages, a cpuset)"
-
-
-def _mems_allowed(pid: int) -> CpuSet | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("Mems_allowed_list:"):
-                return CpuSet.parse(line.partition(":")[2])
-    return None
-
-
-def _policies(pid: int) -> set[str]:
-    """Return the names of the memory policies in a process's mappings."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
-        return {line.split()[1].partition(":")[0] for line in lines if " " in line}
-    return set()
 
 
 def _library_problems(seen: _Seen) -> Iterator[str]:

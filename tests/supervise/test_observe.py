@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from zenlaunch import observe
+from zenlaunch import observe, procfs
 from zenlaunch.cpuset import CpuSet
-from zenlaunch.observe import Look, Pages, Thread, drift, parse_numa_maps, verify
+from zenlaunch.observe import Look, drift, verify
+from zenlaunch.procfs import Pages, Thread, parse_numa_maps
 from zenlaunch.spec import Evidence, LaunchSpec
 
 PROGRAM = Path(__file__).with_name("pinned.py")
@@ -63,11 +64,11 @@ def spec(**fields: Any) -> LaunchSpec:
 
 def test_threads_and_their_masks_are_read(run: Callable[..., Pinned]) -> None:
     one = run(1, str(CPU), mask=set(MASK))
-    threads = observe.threads_of(one.pid)
+    threads = procfs.threads_of(one.pid)
     assert [t.cpus for t in threads] == [MASK, CpuSet([CPU])]
     assert threads[1].last_cpu == CPU
     assert threads[0].cpu_s > 0
-    assert observe.threads_of(0x7FFFFFFF) == []
+    assert procfs.threads_of(0x7FFFFFFF) == []
 
 
 def test_a_tree_that_is_as_planned_is_ok(run: Callable[..., Pinned]) -> None:
@@ -197,9 +198,9 @@ def test_numa_maps_are_counted_by_page_size_files_apart_shared_once() -> None:
 
 def test_a_sample_of_pages_says_where_they_are(run: Callable[..., Pinned]) -> None:
     one = run(64, str(CPU))
-    sample = observe.sample_pages(one.pid, 512, chance=random.Random(1))
+    sample = procfs.sample_pages(one.pid, 512, chance=random.Random(1))
     assert set(sample.own) == {0}
-    assert observe.sample_pages(0x7FFFFFFF) == Pages()
+    assert procfs.sample_pages(0x7FFFFFFF) == Pages()
 
 
 def test_cpus_on_which_nothing_ran_are_found() -> None:

@@ -22,7 +22,7 @@ from supervise.world import (
     left_of,
     poll,
 )
-from zenlaunch import checks, child, events, observe
+from zenlaunch import checks, child, events, procfs
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError, ProxyError
 from zenlaunch.lifecycle import State
@@ -483,7 +483,7 @@ def test_without_numactl_the_process_is_bound_by_us(tmp_path: Path) -> None:
         async with Running(deployment(tmp_path, engine("i0", "--children", "1", **fields))) as r:
             await r.all_ready()
             pid = r.supervisor.status()[0].pid or 0
-            assert {t.cpus for t in observe.tree_threads(pid)} == {cpu}
+            assert {t.cpus for t in procfs.tree_threads(pid)} == {cpu}
             for one in child.tree(pid):
                 policies = Path(f"/proc/{one}/numa_maps").read_text().splitlines()
                 assert {line.split()[1] for line in policies} == {"bind:0"}
