@@ -113,7 +113,7 @@ def check(guarded: Guarded, say: Callable[[str], None]) -> None:
     if problems:
         raise LaunchError(
             f"{guarded.instance.name} must not start here:\n  " + "\n  ".join(problems),
-            hint="plan again for what is here now: zenlaunch render systemd --diff",
+            hint="if the machine has changed, plan again: zenlaunch render systemd --diff",
         )
     _wait_for_cache(guarded, say)
 
@@ -217,7 +217,6 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
     How long it may take is the unit's TimeoutStartSec=.
     """
     launch = guarded.launch
-    began = time.monotonic()
     with _watched(main_pid) as alive:
         while _status(launch.host, launch.port, launch.health_path) != 200:
             if not alive(0.5):
@@ -231,7 +230,7 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
             f"port {launch.port} is answered by pid {foreign} ({checks.command_of(foreign)}), "
             f"which is not of {guarded.instance.name}"
         )
-    say(f"{guarded.instance.name} is ready after {time.monotonic() - began:.0f} s")
+    say(f"{guarded.instance.name} is ready")
     if launch.compile_cache is not None:
         folder = Path(os.environ.get("XDG_CACHE_HOME", "/var/cache")) / "vllm"
         if folder.is_dir():

@@ -94,7 +94,7 @@ def test_stop_leaves_nothing(guest: Result) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("another machine", "not the planned machine"),
+        ("another machine", "not the planned machine: model: planned for another CPU"),
         ("no such CPU", "unbound: Cpus_allowed_list is 0-7"),
         ("no such node", "status=242/NUMA_POLICY"),
         ("wrong CPUs", "unbound: Cpus_allowed_list is 7"),

@@ -32,6 +32,7 @@ from zenlaunch.proxy.options import ProxyOptions
 log = logging.getLogger("zenlaunch.proxy")
 
 _BACKLOG = 4096
+_FIRST_PROBES_S = 0.5
 _SPARE_FILES = 64  # for logs, sockets that listen, probes
 
 
@@ -75,6 +76,7 @@ async def _serve(
         loop.add_signal_handler(signum, stopping.put_nowait, signum)
     loop.add_signal_handler(signal.SIGHUP, _reload, hub, reload)
     hub.start()
+    await _know_upstreams(hub)
     servers = [
         await loop.create_server(
             lambda: ClientConnection(hub, admin, private=False), sock=sock, backlog=_BACKLOG
@@ -107,6 +109,13 @@ async def _serve(
     return 0 if whole else 128 + signum
 
 
+async def _know_upstreams(hub: Hub) -> None:
+    """Give the first probes a moment: who waits in a socket held by systemd must not get a 503."""
+    deadline = hub.loop.time() + _FIRST_PROBES_S
+    while not hub.balancer.usable() and hub.loop.time() < deadline:
+        await asyncio.sleep(0.01)
+
+
 async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
     """Wait for the answers under way; cut those that take too long. True when none was cut."""
     loop = hub.loop
@@ -137,13 +146,12 @@ def _reload(hub: Hub, reload: Callable[[], ProxyOptions] | None) -> None:
 
 
 def _listening_socket(options: ProxyOptions) -> socket.socket:
-    if options.listen_fd is not None:
+    fd = notify.listen_fd() if options.listen_fd is None else options.listen_fd
+    if fd is not None:
         try:
-            return socket.socket(fileno=options.listen_fd)
+            return socket.socket(fileno=fd)
         except OSError as error:
-            raise ProxyError(
-                f"file descriptor {options.listen_fd} is not a socket: {error.strerror}"
-            ) from error
+            raise ProxyError(f"file descriptor {fd} is not a socket: {error.strerror}") from error
     host, port = options.listen_host, options.listen_port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -200,6 +200,8 @@ def stop() -> None:
     began = time.monotonic()
     rc = status_of("systemctl stop zenlaunch.target")
     seconds = time.monotonic() - began
+    # A target is down at once, its services when their engines have ended.
+    wait_for("all are down", lambda: set(states().values()) == {"inactive"}, timeout_s=60)
     left = sh("ps -u zenlaunch -o pid=,args=", check=False)
     save("stop.json", {"rc": rc, "seconds": seconds, "states": states(), "left": left})
 
@@ -227,8 +229,7 @@ def refusals() -> None:
         sh(f"systemctl stop {unit}; systemctl reset-failed {unit}", check=False)
 
     data = json.loads(good)
-    data["machine"]["nodes"][3]["cpus"] = "6"
-    data["machine"]["online"] = "0-6"
+    data["machine"]["machine"]["model"] = "another CPU"
     attempt("another machine", plan=json.dumps(data))
     attempt("no such CPU", "AllowedCPUs=\nAllowedCPUs=99")
     attempt("no such node", "NUMAMask=\nNUMAMask=9")
