@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from lab.guest import Result, boot
 from lab.image import Image
 from lab.test_plan_is_kernel import check_instance
+from lab.vm import Result, boot
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
 
@@ -65,6 +65,18 @@ def test_kill_one(guest: Result) -> None:
     assert seen["after"] == seen["before"]
     assert seen["restarts"].pop(hurt) == "1"
     assert set(seen["restarts"].values()) == {"0"}
+
+
+def test_proxy_reload_under_load(guest: Result) -> None:
+    """A new proxy takes over: nobody waits for the old one's streams, which end whole."""
+    seen = guest.json("reload.json")
+    assert seen["load"]["streams"] == ["data: [DONE]"] * 2
+    assert seen["load"]["statuses"] == [200]
+    assert seen["load"]["longest_s"] < 1.0
+    assert seen["unit"]["ActiveState"] == "active"
+    assert seen["unit"]["NRestarts"] == "0"
+    assert int(seen["unit"]["MainPID"]) != seen["before"]
+    assert seen["now"][0] == 200
 
 
 def test_proxy_restart_under_load(guest: Result) -> None:

@@ -321,6 +321,9 @@ Group={options.user}
 EnvironmentFile=-/etc/{name}/secrets.env
 ReadWritePaths=/run/{name}
 {pinned}ExecStart={exec_line(argv)}
+# reload: a successor takes over at once, this one finishes its streams. (restart: new requests
+# wait in the socket until the streams of this one are done.)
+ExecReload=/bin/kill -USR2 $MAINPID
 Restart=always
 RestartSec=1
 KillMode=mixed

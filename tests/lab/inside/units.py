@@ -40,6 +40,7 @@ def main() -> None:
     install()
     start()
     kill_one()
+    reload_proxy()
     restart_proxy()
     change_cpuset()
     stop()
@@ -168,6 +169,21 @@ def kill_one() -> None:
             "restarts": {unit: show(unit, "NRestarts")["NRestarts"] for unit in UNITS},
         },
     )
+
+
+def reload_proxy() -> None:
+    step("reload the proxy under load")
+    unit = "zenlaunch-proxy.service"
+    before = main_pid(unit)
+    with Load(URL, streams=2, tokens=300) as load:
+        wait_for("streams run", lambda: load.streaming == 2)
+        sh(f"systemctl reload {unit}")
+        wait_for("the successor is the main process", lambda: main_pid(unit) != before)
+        wait_for("the old one is gone", lambda: not Path(f"/proc/{before}").exists())
+    # Longer than the watchdog: the successor's heartbeats count.
+    time.sleep(35)
+    seen = show(unit, "ActiveState", "NRestarts", "MainPID")
+    save("reload.json", {"before": before, "unit": seen, "load": load.report(), "now": ask(URL)})
 
 
 def restart_proxy() -> None:
