@@ -39,7 +39,6 @@ def main() -> None:
     quoting()
     install()
     start()
-    kill_one()
     reload_proxy()
     restart_proxy()
     change_cpuset()
@@ -180,8 +179,10 @@ def reload_proxy() -> None:
         sh(f"systemctl reload {unit}")
         wait_for("the successor is the main process", lambda: main_pid(unit) != before)
         wait_for("the old one is gone", lambda: not Path(f"/proc/{before}").exists())
-    # Longer than the watchdog: the successor's heartbeats count.
-    time.sleep(35)
+    reloaded = time.monotonic()
+    kill_one()
+    # Longer than the watchdog, so that the successor's heartbeats count.
+    wait_for("the watchdog's time", lambda: time.monotonic() > reloaded + 32)
     seen = show(unit, "ActiveState", "NRestarts", "MainPID")
     save("reload.json", {"before": before, "unit": seen, "load": load.report(), "now": ask(URL)})
 
