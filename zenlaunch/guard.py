@@ -55,6 +55,8 @@ class Guarded:
     machine: Topology | None
     instance: PlannedInstance
     launch: Launch
+    runtime_folder: Path
+    cache_folder: Path
     model_folder: str | None
 
     @property
@@ -63,11 +65,11 @@ class Guarded:
 
     @property
     def stamps(self) -> Path:
-        return Path("/var/cache") / self.name / "compiled"
+        return self.cache_folder / "compiled"
 
     @property
     def admin_socket(self) -> Path:
-        return Path("/run") / self.name / "proxy.sock"
+        return self.runtime_folder / "proxy.sock"
 
 
 def read_plan_file(path: Path, instance: str) -> Guarded:
@@ -89,6 +91,8 @@ def read_plan_file(path: Path, instance: str) -> Guarded:
             machine=Topology.from_dict(machine, source=str(path)) if machine else None,
             instance=found,
             launch=Launch(**data["launch"][instance]),
+            runtime_folder=Path(data["runtime_folder"]),
+            cache_folder=Path(data["cache_folder"]),
             model_folder=data["model_folder"],
         )
     except OSError as e:
@@ -232,7 +236,7 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
         )
     say(f"{guarded.instance.name} is ready")
     if launch.compile_cache is not None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", "/var/cache")) / "vllm"
+        folder = guarded.cache_folder / "vllm"
         if folder.is_dir():
             compiled.remember(guarded.stamps, launch.compile_cache, (str(folder),))
     _admin(guarded, "POST", f"/zenlaunch/upstreams/{guarded.instance.name}/resume")

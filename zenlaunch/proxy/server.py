@@ -164,7 +164,7 @@ def _reload(hub: Hub, reload: Callable[[], ProxyOptions] | None) -> None:
 
 
 def _listening_socket(options: ProxyOptions) -> socket.socket:
-    fd = notify.listen_fd() if options.listen_fd is None else options.listen_fd
+    fd = options.listen_fd
     if fd is not None:
         try:
             return socket.socket(fileno=fd)

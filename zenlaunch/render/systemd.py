@@ -75,6 +75,8 @@ def plan_file(plan: Plan, specs: tuple[LaunchSpec, ...], options: RenderOptions)
         "schema": SCHEMA,
         "zenlaunch": __version__,
         "name": options.name,
+        "runtime_folder": f"/run/{options.name}",
+        "cache_folder": f"/var/cache/{options.name}",
         "model_folder": options.model_folder,
         "plan": plan.to_dict(),
         "machine": machine,
