@@ -44,6 +44,8 @@ class Launch:
     memory_bytes: int | None
     drain_s: float
     compile_cache: str | None
+    preload: str
+    evidence: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

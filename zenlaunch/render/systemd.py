@@ -9,6 +9,7 @@ keys where the option says 254. systemd.service(5), systemd.resource-control(5),
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from zenlaunch import __version__
@@ -92,6 +93,8 @@ def _launch(spec: LaunchSpec) -> dict[str, Any]:
         "health_path": spec.health.path,
         "memory_bytes": spec.memory_bytes,
         "drain_s": spec.drain_s,
+        "preload": spec.env.get("LD_PRELOAD", ""),
+        "evidence": asdict(spec.evidence),
         "compile_cache": spec.compile_cache.key if spec.compile_cache else None,
     }
 

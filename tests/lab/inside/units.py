@@ -41,6 +41,7 @@ def main() -> None:
     start()
     reload_proxy()
     restart_proxy()
+    commands()
     change_cpuset()
     stop()
     refusals()
@@ -198,6 +199,29 @@ def restart_proxy() -> None:
     save("proxy.json", {"rc": rc, "seconds": seconds, "load": load.report()})
 
 
+def commands() -> None:
+    step("status, verify, logs, restart")
+    before = main_pid(UNITS[3])
+    status = json.loads(sh("zenlaunch status --json"))
+    table = sh("zenlaunch status")
+    rc, verify = status_of("zenlaunch verify --json 2>/dev/null")
+    logs = sh("zenlaunch logs i0 -n 500")
+    said = sh("zenlaunch restart i3")
+    save(
+        "commands.json",
+        {
+            "status": status,
+            "table": table,
+            "verify_rc": rc,
+            "verify": json.loads(verify),
+            "logs": logs,
+            "restart": said,
+            "new_process": main_pid(UNITS[3]) != before,
+            "unknown": status_of("zenlaunch logs i9"),
+        },
+    )
+
+
 def change_cpuset() -> None:
     step("change a cpuset under running threads")
     unit, port = UNITS[2], 8003
@@ -207,9 +231,10 @@ def change_cpuset() -> None:
     sh(f"systemctl set-property --runtime {unit} AllowedCPUs={first}")
     sh(f"systemctl set-property --runtime {unit} AllowedCPUs={plan}")
     after = [facts(pid) for pid in engines()[port]]
+    verify = status_of("zenlaunch verify --json 2>/dev/null")
     sh(f"systemctl restart {unit}")
     mended = [facts(pid) for pid in engines()[port]]
-    save("cpuset.json", {"before": before, "after": after, "mended": mended})
+    save("cpuset.json", {"before": before, "after": after, "verify": verify, "mended": mended})
 
 
 def stop() -> None:
@@ -312,7 +337,8 @@ def after_reboot() -> None:
         "reboot.json",
         {"states": states(), "answers": [ask(URL) for _ in range(8)], "kernel": kernel()},
     )
-    sh("systemctl stop zenlaunch.target")
+    down = status_of("zenlaunch down")
+    save("down.json", {"down": down, "states": states(), "left": engines()})
 
 
 main()
