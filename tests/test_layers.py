@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
     ("compose", "commands", "detach"),
     ("output", "up", "guard"),
-    ("screens",),
+    ("screens", "units"),
     ("session",),
     ("cli_options",),
     ("cli_run", "cli_render"),

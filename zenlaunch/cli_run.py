@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zenlaunch.compose import Composed
     from zenlaunch.deployments import Known
     from zenlaunch.events import Outcome
+    from zenlaunch.units import Units
     from zenlaunch.up import Folders
 
 Name = Annotated[str, typer.Option("--name", help="Name of the deployment.")]
@@ -208,10 +210,14 @@ def proxy(
 
 def status(as_json: AsJson = False, name: Name = "default") -> None:
     """Show what a running deployment is doing."""
+    from zenlaunch import units
     from zenlaunch.output import make_console
     from zenlaunch.screens import print_status
 
-    document = _ask(name, {"do": "status"})["status"]
+    if (under := _units(name)) is not None:
+        document = units.status(under)
+    else:
+        document = _ask(name, {"do": "status"})["status"]
     if as_json:
         print(json.dumps(document, indent=1))
         return
@@ -220,10 +226,14 @@ def status(as_json: AsJson = False, name: Name = "default") -> None:
 
 def verify(as_json: AsJson = False, name: Name = "default") -> None:
     """Compare the running instances with their plan: threads, pages, libraries."""
+    from zenlaunch import units
     from zenlaunch.output import make_console
     from zenlaunch.screens import print_verify
 
-    found = _ask(name, {"do": "verify"}, timeout_s=300)["verify"]
+    if (under := _units(name)) is not None:
+        found = units.verify(under)
+    else:
+        found = _ask(name, {"do": "verify"}, timeout_s=300)["verify"]
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -241,9 +251,12 @@ def logs(
     name: Name = "default",
 ) -> None:
     """Print the last lines of an instance's log."""
-    from zenlaunch import control
+    from zenlaunch import control, units
     from zenlaunch.up import choose_folders
 
+    if (under := _units(name)) is not None:
+        command = units.log_command(under, member, lines=lines, follow=follow)
+        raise typer.Exit(subprocess.call(command))
     folder = choose_folders(name, os.environ).logs
     path = folder / f"{member}.log"
     if not re.fullmatch(r"[A-Za-z0-9._-]+", member) or not path.is_file():
@@ -265,6 +278,13 @@ def restart(
     """Drain, end and start an instance anew; wait until it is ready."""
     if (member is None) == (not rolling):
         raise ConfigError("name one instance, or say --rolling")
+    from zenlaunch import units
+
+    if (under := _units(name)) is not None:
+        whom = [i.instance.name for i in under.instances] if rolling else [str(member)]
+        for done_name in units.restart(under, whom):
+            print(f"restarted: {done_name}", flush=True)
+        return
     before = _ask(name, {"do": "status"})["status"]
     if rolling:
         _ask(name, {"do": "roll"})
@@ -297,12 +317,27 @@ def down(
     name: Name = "default",
 ) -> None:
     """Stop a deployment: no new requests, answers finish, then everything ends."""
-    from zenlaunch import deployments
+    from zenlaunch import deployments, units
 
+    if (under := _units(name)) is not None:
+        units.down(under)
+        print(f"{under.prefix} is down")
+        return
     known = _find(name)
     _ask(name, {"do": "down", "hurry": now})
     deployments.wait_gone(known)
     print(f"{name} is down")
+
+
+def _units(name: str) -> Units | None:
+    """Return the deployment of this name under systemd, unless `up` runs one."""
+    from zenlaunch import deployments, units
+    from zenlaunch.up import choose_folders
+
+    root = choose_folders(name, os.environ).runtime
+    if any(one.running and one.name == name for one in deployments.known(root)):
+        return None
+    return units.find(name)
 
 
 def _find(name: str) -> Known:

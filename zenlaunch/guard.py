@@ -44,6 +44,8 @@ class Launch:
     memory_bytes: int | None
     drain_s: float
     compile_cache: str | None
+    preload: str
+    evidence: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Guarded:
     machine: Topology | None
     instance: PlannedInstance
     launch: Launch
+    runtime_folder: Path
+    cache_folder: Path
     model_folder: str | None
 
     @property
@@ -63,11 +67,11 @@ class Guarded:
 
     @property
     def stamps(self) -> Path:
-        return Path("/var/cache") / self.name / "compiled"
+        return self.cache_folder / "compiled"
 
     @property
     def admin_socket(self) -> Path:
-        return Path("/run") / self.name / "proxy.sock"
+        return self.runtime_folder / "proxy.sock"
 
 
 def read_plan_file(path: Path, instance: str) -> Guarded:
@@ -89,6 +93,8 @@ def read_plan_file(path: Path, instance: str) -> Guarded:
             machine=Topology.from_dict(machine, source=str(path)) if machine else None,
             instance=found,
             launch=Launch(**data["launch"][instance]),
+            runtime_folder=Path(data["runtime_folder"]),
+            cache_folder=Path(data["cache_folder"]),
             model_folder=data["model_folder"],
         )
     except OSError as e:
@@ -113,7 +119,7 @@ def check(guarded: Guarded, say: Callable[[str], None]) -> None:
     if problems:
         raise LaunchError(
             f"{guarded.instance.name} must not start here:\n  " + "\n  ".join(problems),
-            hint="plan again for what is here now: zenlaunch render systemd --diff",
+            hint="if the machine has changed, plan again: zenlaunch render systemd --diff",
         )
     _wait_for_cache(guarded, say)
 
@@ -217,7 +223,6 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
     How long it may take is the unit's TimeoutStartSec=.
     """
     launch = guarded.launch
-    began = time.monotonic()
     with _watched(main_pid) as alive:
         while _status(launch.host, launch.port, launch.health_path) != 200:
             if not alive(0.5):
@@ -231,9 +236,9 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
             f"port {launch.port} is answered by pid {foreign} ({checks.command_of(foreign)}), "
             f"which is not of {guarded.instance.name}"
         )
-    say(f"{guarded.instance.name} is ready after {time.monotonic() - began:.0f} s")
+    say(f"{guarded.instance.name} is ready")
     if launch.compile_cache is not None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", "/var/cache")) / "vllm"
+        folder = guarded.cache_folder / "vllm"
         if folder.is_dir():
             compiled.remember(guarded.stamps, launch.compile_cache, (str(folder),))
     _admin(guarded, "POST", f"/zenlaunch/upstreams/{guarded.instance.name}/resume")

@@ -47,14 +47,24 @@ def listen_fd(environ: Mapping[str, str] = os.environ, pid: int | None = None) -
     return LISTEN_FDS_START if mine and environ.get("LISTEN_FDS") == "1" else None
 
 
+_beating = True
+
+
+def stop() -> None:
+    """Say no more that this process is alive: another one is the service now."""
+    global _beating
+    _beating = False
+
+
 def start(loop: asyncio.AbstractEventLoop, environ: Mapping[str, str] = os.environ) -> None:
     """Say that the service is ready, then that it is alive for as long as the loop turns."""
     notify("READY=1", environ)
     period_s = watchdog_s(environ)
 
     def beat(period_s: float) -> None:
-        notify("WATCHDOG=1", environ)
-        loop.call_later(period_s, beat, period_s)
+        if _beating:
+            notify("WATCHDOG=1", environ)
+            loop.call_later(period_s, beat, period_s)
 
     if period_s is not None:
         beat(period_s)

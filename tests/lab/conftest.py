@@ -1,8 +1,9 @@
-"""The lab's image: built once, then kept in .cache/lab."""
+"""The lab's image: built once, then kept in .cache/lab-debian."""
 
 from __future__ import annotations
 
 import pytest
+from conftest import skip_for_want_of
 
 from lab.image import Image, Unavailable, build
 
@@ -12,4 +13,4 @@ def image() -> Image:
     try:
         return build()
     except Unavailable as reason:
-        pytest.skip(f"no NUMA lab: {reason}")
+        skip_for_want_of("the NUMA lab", str(reason))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from lab.guest import Result, boot
 from lab.image import Image
 from lab.test_plan_is_kernel import check_instance
+from lab.vm import Result, boot
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
 
@@ -67,6 +68,18 @@ def test_kill_one(guest: Result) -> None:
     assert set(seen["restarts"].values()) == {"0"}
 
 
+def test_proxy_reload_under_load(guest: Result) -> None:
+    """A new proxy takes over: nobody waits for the old one's streams, which end whole."""
+    seen = guest.json("reload.json")
+    assert seen["load"]["streams"] == ["data: [DONE]"] * 2
+    assert seen["load"]["statuses"] == [200]
+    assert seen["load"]["longest_s"] < 1.0
+    assert seen["unit"]["ActiveState"] == "active"
+    assert seen["unit"]["NRestarts"] == "0"
+    assert int(seen["unit"]["MainPID"]) != seen["before"]
+    assert seen["now"][0] == 200
+
+
 def test_proxy_restart_under_load(guest: Result) -> None:
     seen = guest.json("proxy.json")
     assert seen["rc"][0] == 0, seen
@@ -74,8 +87,24 @@ def test_proxy_restart_under_load(guest: Result) -> None:
     assert seen["load"]["statuses"] == [200]
 
 
+def test_commands(guest: Result) -> None:
+    seen = guest.json("commands.json")
+    status = seen["status"]
+    assert status["state"] == "ready"
+    assert [row["state"] for row in status["instances"]] == ["ready"] * 4
+    assert [row["restarts"] for row in status["instances"]] == [0, 1, 0, 0]
+    assert status["proxy"]["state"] == "ready"
+    assert "4 of 4 ready" in seen["table"]
+    assert seen["verify_rc"] == 0, seen["verify"]
+    assert all(one["local_ratio"] >= 0.99 for one in seen["verify"].values())
+    assert "like vLLM: all allowed" in seen["logs"]
+    assert seen["restart"] == "restarted: i3\n"
+    assert seen["new_process"]
+    assert seen["unknown"][0] == 6
+
+
 def test_changed_cpuset_loses_pins(guest: Result) -> None:
-    """The hazard that the README names: `verify` is what notices it, a restart mends it."""
+    """The hazard that the README names: `verify` notices it, a restart mends it."""
     seen = guest.json("cpuset.json")
     pins = [
         sorted(set(processes[1]["threads"].values()))
@@ -83,6 +112,11 @@ def test_changed_cpuset_loses_pins(guest: Result) -> None:
     ]
     assert pins[0] == pins[2]
     assert pins[1] != pins[0]
+    rc, said = seen["verify"]
+    assert rc == 6
+    found = json.loads(said)
+    assert [name for name, one in found.items() if not one["ok"]] == ["i2"]
+    assert found["i2"]["problems"]
 
 
 def test_stop_leaves_nothing(guest: Result) -> None:
@@ -94,7 +128,7 @@ def test_stop_leaves_nothing(guest: Result) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("another machine", "not the planned machine"),
+        ("another machine", "not the planned machine: model: planned for another CPU"),
         ("no such CPU", "unbound: Cpus_allowed_list is 0-7"),
         ("no such node", "status=242/NUMA_POLICY"),
         ("wrong CPUs", "unbound: Cpus_allowed_list is 7"),
@@ -129,3 +163,10 @@ def test_reboot(guest: Result) -> None:
     assert set(seen["states"].values()) == {"active"}
     assert {name for _, name in seen["answers"]} == {"i0", "i1", "i2", "i3"}
     assert len(seen["kernel"]) == 4
+
+
+def test_down(guest: Result) -> None:
+    seen = guest.json("down.json")
+    assert seen["down"] == [0, "zenlaunch is down\n"]
+    assert set(seen["states"].values()) == {"inactive"}
+    assert seen["left"] == {}

@@ -2,7 +2,8 @@
 
 Owns the listening sockets, the signals and the order of stopping. SIGTERM and SIGINT drain: no new
 connections, answers under way finish within `drain_s`, what is left is ended honestly; a second
-signal ends it at once. SIGHUP reads keys and upstreams again and reopens the access log.
+signal ends it at once. SIGHUP reads keys and upstreams again and reopens the access log; SIGUSR2
+puts a successor in its place (`handover`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from zenlaunch import notify
 from zenlaunch.errors import ProxyError, ZenlaunchError
 from zenlaunch.proxy.admin import Admin
 from zenlaunch.proxy.downstream import ClientConnection
+from zenlaunch.proxy.handover import Handover, inherited
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.options import ProxyOptions
 
 log = logging.getLogger("zenlaunch.proxy")
 
 _BACKLOG = 4096
+_FIRST_PROBES_S = 0.5
 _SPARE_FILES = 64  # for logs, sockets that listen, probes
 
 
@@ -43,27 +46,40 @@ def run(options: ProxyOptions, *, reload: Callable[[], ProxyOptions] | None = No
     taken. Raises `ProxyError` when the address is taken, or a file it needs cannot be read.
     """
     max_connections = _raise_file_limit(options)
-    sock = _listening_socket(options)
-    admin_sock = None
+    before = inherited()
+    sock = before.listening if before is not None else _listening_socket(options)
+    admin_sock = before.admin if before is not None else None
     try:
-        if options.admin_socket is not None:
+        if options.admin_socket is not None and admin_sock is None:
             admin_sock = _admin_socket(options.admin_socket)
+        handover = Handover(sock, admin_sock)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(
-                _serve(options, sock, admin_sock, max_connections=max_connections, reload=reload)
+                _serve(
+                    options,
+                    sock,
+                    admin_sock,
+                    handover,
+                    serving=before.serving if before is not None else None,
+                    max_connections=max_connections,
+                    reload=reload,
+                )
             )
     finally:
         sock.close()
         if admin_sock is not None and options.admin_socket is not None:
             admin_sock.close()
-            options.admin_socket.unlink(missing_ok=True)
+            if not handover.done:
+                options.admin_socket.unlink(missing_ok=True)
 
 
 async def _serve(
     options: ProxyOptions,
     sock: socket.socket,
     admin_sock: socket.socket | None,
+    handover: Handover,
     *,
+    serving: Callable[[], None] | None,
     max_connections: int,
     reload: Callable[[], ProxyOptions] | None,
 ) -> int:
@@ -74,7 +90,9 @@ async def _serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.put_nowait, signum)
     loop.add_signal_handler(signal.SIGHUP, _reload, hub, reload)
+    loop.add_signal_handler(signal.SIGUSR2, lambda: hub.spawn(handover.go(stopping.put_nowait)))
     hub.start()
+    await _know_upstreams(hub)
     servers = [
         await loop.create_server(
             lambda: ClientConnection(hub, admin, private=False), sock=sock, backlog=_BACKLOG
@@ -91,6 +109,8 @@ async def _serve(
     gc.set_threshold(50_000, 50, 100)
     print(f"listening on {_url(sock)}", file=sys.stderr, flush=True)
     notify.start(loop)
+    if serving is not None:
+        serving()
     try:
         signum = await stopping.get()
         log.info("%s: no new connections, %d answers to finish", signum.name, len(hub.exchanges))
@@ -105,6 +125,13 @@ async def _serve(
             server.close()
         await hub.stop()
     return 0 if whole else 128 + signum
+
+
+async def _know_upstreams(hub: Hub) -> None:
+    """Give the first probes a moment: who waits in a socket held by systemd must not get a 503."""
+    deadline = hub.loop.time() + _FIRST_PROBES_S
+    while not hub.balancer.usable() and hub.loop.time() < deadline:
+        await asyncio.sleep(0.01)
 
 
 async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
@@ -137,13 +164,12 @@ def _reload(hub: Hub, reload: Callable[[], ProxyOptions] | None) -> None:
 
 
 def _listening_socket(options: ProxyOptions) -> socket.socket:
-    if options.listen_fd is not None:
+    fd = options.listen_fd
+    if fd is not None:
         try:
-            return socket.socket(fileno=options.listen_fd)
+            return socket.socket(fileno=fd)
         except OSError as error:
-            raise ProxyError(
-                f"file descriptor {options.listen_fd} is not a socket: {error.strerror}"
-            ) from error
+            raise ProxyError(f"file descriptor {fd} is not a socket: {error.strerror}") from error
     host, port = options.listen_host, options.listen_port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -81,6 +81,7 @@ def render(
     parts = [
         "#!/usr/bin/env bash\n",
         header(plan, options, "Logs go to ./logs, or to $LOGS. Ctrl-C stops everything."),
+        "# shellcheck disable=SC2016 # the engines' words are meant as they stand\n",
         _FUNCTIONS,
         f"drain={int(config.engine.drain_s) + 15}\n",
     ]

@@ -9,6 +9,7 @@ keys where the option says 254. systemd.service(5), systemd.resource-control(5),
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from zenlaunch import __version__
@@ -75,6 +76,8 @@ def plan_file(plan: Plan, specs: tuple[LaunchSpec, ...], options: RenderOptions)
         "schema": SCHEMA,
         "zenlaunch": __version__,
         "name": options.name,
+        "runtime_folder": f"/run/{options.name}",
+        "cache_folder": f"/var/cache/{options.name}",
         "model_folder": options.model_folder,
         "plan": plan.to_dict(),
         "machine": machine,
@@ -90,6 +93,8 @@ def _launch(spec: LaunchSpec) -> dict[str, Any]:
         "health_path": spec.health.path,
         "memory_bytes": spec.memory_bytes,
         "drain_s": spec.drain_s,
+        "preload": spec.env.get("LD_PRELOAD", ""),
+        "evidence": asdict(spec.evidence),
         "compile_cache": spec.compile_cache.key if spec.compile_cache else None,
     }
 
@@ -321,6 +326,9 @@ Group={options.user}
 EnvironmentFile=-/etc/{name}/secrets.env
 ReadWritePaths=/run/{name}
 {pinned}ExecStart={exec_line(argv)}
+# reload: a successor takes over at once, this one finishes its streams. (restart: new requests
+# wait in the socket until the streams of this one are done.)
+ExecReload=/bin/kill -USR2 $MAINPID
 Restart=always
 RestartSec=1
 KillMode=mixed

@@ -39,8 +39,9 @@ def main() -> None:
     quoting()
     install()
     start()
-    kill_one()
+    reload_proxy()
     restart_proxy()
+    commands()
     change_cpuset()
     stop()
     refusals()
@@ -170,6 +171,23 @@ def kill_one() -> None:
     )
 
 
+def reload_proxy() -> None:
+    step("reload the proxy under load")
+    unit = "zenlaunch-proxy.service"
+    before = main_pid(unit)
+    with Load(URL, streams=2, tokens=300) as load:
+        wait_for("streams run", lambda: load.streaming == 2)
+        sh(f"systemctl reload {unit}")
+        wait_for("the successor is the main process", lambda: main_pid(unit) != before)
+        wait_for("the old one is gone", lambda: not Path(f"/proc/{before}").exists())
+    reloaded = time.monotonic()
+    kill_one()
+    # Longer than the watchdog, so that the successor's heartbeats count.
+    wait_for("the watchdog's time", lambda: time.monotonic() > reloaded + 32)
+    seen = show(unit, "ActiveState", "NRestarts", "MainPID")
+    save("reload.json", {"before": before, "unit": seen, "load": load.report(), "now": ask(URL)})
+
+
 def restart_proxy() -> None:
     step("restart the proxy under load")
     with Load(URL, streams=2, tokens=60) as load:
@@ -181,6 +199,29 @@ def restart_proxy() -> None:
     save("proxy.json", {"rc": rc, "seconds": seconds, "load": load.report()})
 
 
+def commands() -> None:
+    step("status, verify, logs, restart")
+    before = main_pid(UNITS[3])
+    status = json.loads(sh("zenlaunch status --json"))
+    table = sh("zenlaunch status")
+    rc, verify = status_of("zenlaunch verify --json 2>/dev/null")
+    logs = sh("zenlaunch logs i0 -n 500")
+    said = sh("zenlaunch restart i3")
+    save(
+        "commands.json",
+        {
+            "status": status,
+            "table": table,
+            "verify_rc": rc,
+            "verify": json.loads(verify),
+            "logs": logs,
+            "restart": said,
+            "new_process": main_pid(UNITS[3]) != before,
+            "unknown": status_of("zenlaunch logs i9"),
+        },
+    )
+
+
 def change_cpuset() -> None:
     step("change a cpuset under running threads")
     unit, port = UNITS[2], 8003
@@ -190,9 +231,10 @@ def change_cpuset() -> None:
     sh(f"systemctl set-property --runtime {unit} AllowedCPUs={first}")
     sh(f"systemctl set-property --runtime {unit} AllowedCPUs={plan}")
     after = [facts(pid) for pid in engines()[port]]
+    verify = status_of("zenlaunch verify --json 2>/dev/null")
     sh(f"systemctl restart {unit}")
     mended = [facts(pid) for pid in engines()[port]]
-    save("cpuset.json", {"before": before, "after": after, "mended": mended})
+    save("cpuset.json", {"before": before, "after": after, "verify": verify, "mended": mended})
 
 
 def stop() -> None:
@@ -200,6 +242,8 @@ def stop() -> None:
     began = time.monotonic()
     rc = status_of("systemctl stop zenlaunch.target")
     seconds = time.monotonic() - began
+    # A target is down at once, its services when their engines have ended.
+    wait_for("all are down", lambda: set(states().values()) == {"inactive"}, timeout_s=60)
     left = sh("ps -u zenlaunch -o pid=,args=", check=False)
     save("stop.json", {"rc": rc, "seconds": seconds, "states": states(), "left": left})
 
@@ -227,8 +271,7 @@ def refusals() -> None:
         sh(f"systemctl stop {unit}; systemctl reset-failed {unit}", check=False)
 
     data = json.loads(good)
-    data["machine"]["nodes"][3]["cpus"] = "6"
-    data["machine"]["online"] = "0-6"
+    data["machine"]["machine"]["model"] = "another CPU"
     attempt("another machine", plan=json.dumps(data))
     attempt("no such CPU", "AllowedCPUs=\nAllowedCPUs=99")
     attempt("no such node", "NUMAMask=\nNUMAMask=9")
@@ -294,7 +337,8 @@ def after_reboot() -> None:
         "reboot.json",
         {"states": states(), "answers": [ask(URL) for _ in range(8)], "kernel": kernel()},
     )
-    sh("systemctl stop zenlaunch.target")
+    down = status_of("zenlaunch down")
+    save("down.json", {"down": down, "states": states(), "left": engines()})
 
 
 main()

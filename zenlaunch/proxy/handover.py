@@ -1,0 +1,112 @@
+"""A proxy is replaced without a pause: on SIGUSR2 a successor takes the sockets, this one drains.
+
+Owns the start of the successor (the same command, so a new version of the program too), the sockets
+it inherits, and the word that it serves. A successor that ends before it serves changes nothing.
+systemd is told who the main process is now (sd_notify(3), MAINPID=).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from zenlaunch import notify
+
+log = logging.getLogger("zenlaunch.proxy")
+
+VARIABLE = "ZENLAUNCH_HANDOVER"
+_NOT_PASSED_ON = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", VARIABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """The sockets of the one before, and the pipe on which it waits for our word."""
+
+    listening: socket.socket
+    admin: socket.socket | None
+    word: int
+
+    def serving(self) -> None:
+        """Tell the one before that it may go."""
+        with contextlib.suppress(OSError):
+            os.write(self.word, b"1")
+            os.close(self.word)
+
+
+def inherited(environ: Mapping[str, str] = os.environ) -> Inherited | None:
+    """Return what the proxy before passed on; None for one that starts by itself."""
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return None
+    listening, admin, word = text.split(",")
+    for fd in (listening, admin, word):
+        if fd:
+            os.set_inheritable(int(fd), False)
+    return Inherited(
+        listening=socket.socket(fileno=int(listening)),
+        admin=socket.socket(fileno=int(admin)) if admin else None,
+        word=int(word),
+    )
+
+
+class Handover:
+    """The way out of a proxy that is to be replaced; `done` once a successor serves."""
+
+    def __init__(self, listening: socket.socket, admin: socket.socket | None) -> None:
+        self.done = False
+        self._sockets = (listening, admin)
+        self._under_way = False
+
+    async def go(self, leave: Callable[[signal.Signals], None]) -> None:
+        """Start a successor; when it serves, `leave` is called to drain and end this one."""
+        if self._under_way:
+            return
+        self._under_way = True
+        word_r, word_w = os.pipe()
+        try:
+            pid = self._start(word_w)
+            os.close(word_w)
+            log.info("pid %d is to take over", pid)
+            served = await asyncio.to_thread(os.read, word_r, 1)
+        except OSError as error:
+            log.error("no successor: %s; this proxy goes on", error.strerror)
+            return
+        finally:
+            os.close(word_r)
+            self._under_way = False
+        if not served:
+            log.error("the successor ended before it served; this proxy goes on")
+            return
+        self.done = True
+        notify.notify(f"MAINPID={pid}")
+        notify.stop()
+        leave(signal.SIGTERM)
+
+    def _start(self, word: int) -> int:
+        fds = [os.dup(s.fileno()) if s is not None else None for s in self._sockets]
+        passed = [fd for fd in (*fds, word) if fd is not None]
+        for handed in passed:
+            os.set_inheritable(handed, True)
+        environ = {k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON}
+        environ[VARIABLE] = ",".join("" if fd is None else str(fd) for fd in (*fds, word))
+        try:
+            pid = os.posix_spawn(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+        finally:
+            for fd in fds:
+                if fd is not None:
+                    os.close(fd)
+        threading.Thread(target=_reap, args=(pid,), daemon=True).start()
+        return pid
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)

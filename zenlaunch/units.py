@@ -1,0 +1,286 @@
+"""A deployment that systemd runs, seen and moved through systemctl, journalctl and the kernel.
+
+Owns what `status`, `verify`, `logs`, `restart` and `down` do where `render systemd --install` was
+used. What the instances should be comes from the installed plan file; whether they are, from
+systemd (states), the proxy (usable or drained), the engines (requests) and `observe` (threads,
+pages). Starts and ends nothing by itself.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zenlaunch import checks, child, observe
+from zenlaunch.errors import LaunchError
+from zenlaunch.guard import Guarded, read_plan_file
+from zenlaunch.spec import Evidence, LaunchSpec
+
+SCHEMA = 1
+DEFAULT_NAME = "zenlaunch"  # what `--name default` is called under systemd
+_PROPERTIES = (
+    "Id", "ActiveState", "SubState", "Result", "MainPID", "NRestarts",
+    "StateChangeTimestampMonotonic", "ActiveEnterTimestampMonotonic",
+    "ExecMainStartTimestampMonotonic", "InvocationID",
+)  # fmt: skip
+_STATES = {
+    ("activating", "auto-restart"): "backoff",
+    ("activating", ""): "starting",
+    ("reloading", ""): "ready",
+    ("active", ""): "ready",
+    ("deactivating", "stop"): "draining",
+    ("deactivating", ""): "stopping",
+    ("failed", ""): "failed",
+    ("inactive", ""): "stopped",
+}
+_MIGHT_BE_HIDDEN = "reading other users' processes needs root: sudo zenlaunch verify"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """An installed deployment: the prefix of its units, and its instances as planned."""
+
+    prefix: str
+    instances: tuple[Guarded, ...]
+
+    @property
+    def proxy_unit(self) -> str:
+        return f"{self.prefix}-proxy.service"
+
+    def unit(self, name: str) -> str:
+        """Return the unit of an instance or the proxy; raises LaunchError for others."""
+        names = [*(i.instance.name for i in self.instances), "proxy"]
+        if name not in names:
+            raise LaunchError(
+                f"{self.prefix} has no member {name!r}", hint=f"it has {', '.join(names)}"
+            )
+        return f"{self.prefix}-{name}.service"
+
+
+def find(name: str, root: Path = Path("/")) -> Units | None:
+    """Return the deployment that `render systemd --install` made under this name, or None."""
+    prefix = DEFAULT_NAME if name == "default" else name
+    path = root / "etc" / prefix / "plan.json"
+    if not (root / "etc/systemd/system" / f"{prefix}.target").is_file() or not path.is_file():
+        return None
+    names = [i["name"] for i in json.loads(path.read_text())["plan"]["instances"]]
+    return Units(prefix=prefix, instances=tuple(read_plan_file(path, n) for n in names))
+
+
+def status(units: Units) -> dict[str, Any]:
+    """Return the JSON of `zenlaunch status --json`; what systemd cannot know is null."""
+    shown = _show(units)
+    usable = _usable(units)
+    proxy = units.instances[0].plan.proxy
+    host = _front_host(units)
+    rows = []
+    for one in units.instances:
+        row = _member(one.instance.name, one.launch.port, shown[units.unit(one.instance.name)])
+        said = usable.get(one.instance.name)
+        if row["state"] == "ready" and said in ("unready", "draining", "ejected", "half-open"):
+            row["state"] = "draining" if said == "draining" else "unready"
+        text = _get(one.launch.port, "/metrics") if row["state"] == "ready" else None
+        rows.append(
+            row
+            | {
+                "node": one.instance.mem_nodes.first if one.instance.mem_nodes else None,
+                "cpus": str(one.instance.cpus),
+                "requests_running": _metric(text, "vllm:num_requests_running"),
+                "requests_waiting": _metric(text, "vllm:num_requests_waiting"),
+                "kv_usage": _metric(text, "vllm:kv_cache_usage_perc"),
+                "tokens_per_second": None,
+                "remote_page_ratio": None,
+                "threads_off_plan": None,
+            }
+        )
+    front = _member("proxy", proxy.port, shown[units.proxy_unit])
+    states = {row["state"] for row in (*rows, front)}
+    target = shown[f"{units.prefix}.target"]
+    return {
+        "schema": SCHEMA,
+        "name": units.prefix,
+        "url": f"http://{f'[{host}]' if ':' in host else host}:{proxy.port}/v1",
+        "supervisor": "systemd",
+        "state": _overall(states),
+        "uptime_s": _since_s(target["ActiveEnterTimestampMonotonic"]) or 0.0,
+        "rolling": [],
+        "rolling_failed": None,
+        "proxy": front,
+        "instances": rows,
+    }
+
+
+def verify(units: Units) -> dict[str, Any]:
+    """Return the JSON of `zenlaunch verify --json`. Causes no restart, whatever it finds."""
+    shown = _show(units)
+    found: dict[str, Any] = {}
+    for one in units.instances:
+        name = one.instance.name
+        properties = shown[units.unit(name)]
+        row = _member(name, one.launch.port, properties)
+        if row["pid"] is None or row["state"] != "ready":
+            found[name] = {"ok": False, "problems": [f"it is {row['state']}"]}
+            continue
+        log = _run(
+            ["journalctl", "--no-pager", "-o", "cat", "-n", "5000",
+             f"_SYSTEMD_INVOCATION_ID={properties['InvocationID']}"]
+        ).splitlines()  # fmt: skip
+        try:
+            found[name] = observe.verify(spec_of(one), row["pid"], log).to_dict()
+        except PermissionError:
+            raise LaunchError(
+                f"the processes of {name} cannot be read", hint=_MIGHT_BE_HIDDEN
+            ) from None
+    return found
+
+
+def spec_of(one: Guarded) -> LaunchSpec:
+    """Return what `verify` needs of a spec, from the plan file."""
+    evidence = one.launch.evidence
+    return LaunchSpec(
+        name=one.instance.name,
+        argv=(),
+        env={"LD_PRELOAD": one.launch.preload} if one.launch.preload else {},
+        port=one.launch.port,
+        cpus=one.instance.cpus,
+        engine_cpus=one.instance.engine_cpus,
+        mem_nodes=one.instance.mem_nodes,
+        memory_bytes=one.launch.memory_bytes,
+        evidence=Evidence(
+            libraries=tuple(evidence["libraries"]),
+            lines=tuple(evidence["lines"]),
+            cores_pattern=evidence["cores_pattern"],
+        ),
+    )
+
+
+def log_command(units: Units, member: str, *, lines: int, follow: bool) -> list[str]:
+    """Return the journalctl command that shows a member's log."""
+    words = ["journalctl", "--no-pager", "-o", "cat", "-n", str(lines)]
+    return [*words, *(["-f"] if follow else []), "-u", units.unit(member)]
+
+
+def restart(units: Units, names: Sequence[str]) -> Iterator[str]:
+    """Drain, end and start instances anew, one at a time; yields each that is ready again.
+
+    Raises LaunchError, and touches no further one, when one does not become ready.
+    """
+    for name in names:
+        unit = units.unit(name)
+        done = subprocess.run(["systemctl", "restart", unit], check=False)
+        if done.returncode or _show(units)[unit]["ActiveState"] != "active":
+            raise LaunchError(f"{name} did not become ready again", hint=f"journalctl -u {unit}")
+        until = time.monotonic() + 30
+        while _usable(units).get(name) not in (None, "ready") and time.monotonic() < until:
+            time.sleep(0.2)
+        yield name
+
+
+def down(units: Units) -> None:
+    """Stop all units of the deployment and wait until nothing of it runs."""
+    names = [f"{units.prefix}.target", f"{units.prefix}-proxy.socket", units.proxy_unit]
+    names += [units.unit(one.instance.name) for one in units.instances]
+    done = subprocess.run(["systemctl", "stop", *names], check=False)
+    if done.returncode:
+        raise LaunchError(
+            f"systemctl stop ended with {done.returncode}", hint=f"systemctl status {names[0]}"
+        )
+
+
+def _show(units: Units) -> dict[str, dict[str, str]]:
+    names = [f"{units.prefix}.target", units.proxy_unit]
+    names += [units.unit(one.instance.name) for one in units.instances]
+    text = _run(["systemctl", "show", f"--property={','.join(_PROPERTIES)}", *names])
+    found = {}
+    for block in text.split("\n\n"):
+        values = dict(line.partition("=")[::2] for line in block.splitlines())
+        if "Id" in values:
+            found[values["Id"]] = values
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise LaunchError(f"systemd does not know {', '.join(missing)}")
+    return found
+
+
+def _member(name: str, port: int, values: dict[str, str]) -> dict[str, Any]:
+    active, sub = values["ActiveState"], values["SubState"]
+    state = _STATES.get((active, sub)) or _STATES.get((active, ""), "starting")
+    pid = int(values.get("MainPID") or 0) or None
+    began, ready = (
+        int(values.get(key) or 0)
+        for key in ("ExecMainStartTimestampMonotonic", "ActiveEnterTimestampMonotonic")
+    )
+    return {
+        "name": name,
+        "state": state,
+        "phase": None if state in ("ready", "stopped") else sub,
+        "since_s": _since_s(values["StateChangeTimestampMonotonic"]),
+        "pid": pid,
+        "resident_bytes": checks.resident_bytes(child.tree(pid)) if pid else None,
+        "port": port,
+        "restarts": int(values.get("NRestarts") or 0),
+        "ready_seconds": round((ready - began) / 1e6, 1) if ready >= began > 0 else None,
+    }
+
+
+def _overall(states: set[str]) -> str:
+    if states == {"ready"}:
+        return "ready"
+    if states == {"stopped"}:
+        return "stopped"
+    if states & {"stopping", "draining"}:
+        return "stopping"
+    return "starting" if states <= {"ready", "starting", "stopped"} else "degraded"
+
+
+def _since_s(monotonic_usec: str) -> float | None:
+    usec = int(monotonic_usec or 0)
+    return round(time.clock_gettime(time.CLOCK_MONOTONIC) - usec / 1e6, 1) if usec else None
+
+
+def _usable(units: Units) -> dict[str, str]:
+    """Return the proxy's word on each upstream; {} when it does not answer."""
+    port = units.instances[0].plan.proxy.port
+    text = _get(port, "/zenlaunch/status", host=_front_host(units))
+    try:
+        return {row["name"]: row["state"] for row in json.loads(text or "{}")["upstreams"]}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _front_host(units: Units) -> str:
+    host = units.instances[0].plan.proxy.host
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _get(port: int, path: str, *, host: str = "127.0.0.1") -> str | None:
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", path, headers={"connection": "close"})
+        answer = connection.getresponse()
+        body = answer.read().decode(errors="replace")
+        return body if answer.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _metric(text: str | None, name: str) -> float | None:
+    return None if text is None else checks.metric(text, name)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise LaunchError(f"{command[0]}: {e}") from None
+    if done.returncode:
+        raise LaunchError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
