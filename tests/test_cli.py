@@ -98,12 +98,14 @@ def test_the_config_file_and_flags_say_the_same(
     file = tmp_path / "c.yaml"
     file.write_text(
         "model: m\nsplit: {layout: l3, instances_per_node: 4}\nmemory: {weights: 15G}\n"
-        "proxy: {listen: 0.0.0.0:9000}\nengine: {version: 0.32.0, args: [--max-model-len, 4096]}\n"
+        "proxy: {listen: 0.0.0.0:9000}\nengine: {version: 0.32.0, args: [--max-model-len, 4096],\n"
+        "  env: {A: b=c}, drain_s: 60}\n"
     )
     by_file = zenlaunch("plan", "-f", str(file), "--json", "--sysroot", tree)
     by_flags = zenlaunch(
         "plan", "m", "--layout", "l3", "--instances-per-node", "4", "--weights", "15G",
         "--listen", "0.0.0.0:8000", "--port", "9000", "--vllm-version", "0.32.0", "--json",
+        "--env", "A=b=c", "--drain-s", "60",
         "--sysroot", tree, "--", "--max-model-len", "4096",
     )  # fmt: skip
     assert by_file.status == 0, by_file.err
@@ -124,6 +126,25 @@ def test_up_refuses_another_machine(
     assert "AMD EPYC 9755" in result.err
     result = zenlaunch("up", *wish, "--machine", str(own), "--dry-run", "--", "true", "{port}")
     assert result.status == 0, result.err
+
+
+def test_every_key_has_a_flag(zenlaunch: Run) -> None:
+    """By its own name; the few that have another one are listed."""
+    from dataclasses import fields, is_dataclass
+
+    from zenlaunch.config import Config
+
+    other = {
+        "name": "engine", "version": "vllm-version", "margin": "memory-margin", "args": "",
+        "model": "",
+    }  # fmt: skip
+    shown = zenlaunch("plan", "--help").out
+    for field in fields(Config):
+        value = getattr(Config(), field.name)
+        keys = [f.name for f in fields(value)] if is_dataclass(value) else [field.name]
+        for key in keys:
+            flag = other.get(key, key.replace("_", "-"))
+            assert f"--{flag}" in shown, f"{field.name}.{key}"
 
 
 def test_schema(zenlaunch: Run) -> None:

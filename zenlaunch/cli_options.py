@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,6 +70,11 @@ WISHES = (
     _option("engine.python", str, "--python", "The interpreter of vLLM's environment."),
     _option("engine.version", str, "--vllm-version", "vLLM's version, if it is not here."),
     _option("engine.freezing", Switch, "--freezing", "TORCHINDUCTOR_FREEZING: auto, on, off."),
+    _option("engine.explicit_cpu_list", bool, "--explicit-cpu-list/--no-explicit-cpu-list",
+            "Give vLLM a list of CPUs instead of a memory node."),
+    _option("engine.env", list[str], "--env", "KEY=VALUE for each instance; repeat it."),
+    _option("engine.start_timeout_s", float, "--start-timeout-s", "How long a start may take."),
+    _option("engine.drain_s", float, "--drain-s", "How long the last answers may take at a stop."),
 )  # fmt: skip
 
 
@@ -138,7 +143,10 @@ def read_config(
             reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
             raise ConfigError(f"{config_file}: {reason}") from None
         config = load(text, source=source)
-    config = override(config, {**wishes, "model": model})
+    given = dict(wishes)
+    if (pairs := given.pop("engine.env")) is not None:
+        given["engine.env"] = {**config.engine.env, **_environment(pairs)}
+    config = override(config, {**given, "model": model})
     if zentorch is not None:
         config = override(config, {"engine.zentorch": Switch.ON if zentorch else Switch.OFF})
     engine_args: tuple[str, ...] = ctx.obj or ()
@@ -151,6 +159,16 @@ def read_config(
     host = f"[{host}]" if ":" in host else host
     listen = replace(config.proxy, listen=f"{host}:{port}")
     return validated(replace(config, proxy=listen), source=source)
+
+
+def _environment(pairs: Sequence[str]) -> dict[str, str]:
+    env = {}
+    for pair in pairs:
+        name, sep, value = pair.partition("=")
+        if not sep:
+            raise ConfigError(f"--env {pair!r} is not KEY=VALUE")
+        env[name] = value
+    return env
 
 
 def only_one(options: Mapping[str, object]) -> None:
