@@ -14,7 +14,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
     ("topology", "config", "binding"),
     ("same_machine",),
-    ("memory", "split", "spec"),
+    ("memory", "pools", "spec"),
+    ("split",),
     (
         "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
         "proxy.routes", "proxy.sse",
@@ -35,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )  # fmt: skip
 PURE = {
-    "errors", "cpuset", "topology", "binding", "memory", "split", "plan", "spec", "lifecycle",
+    "errors", "cpuset", "topology", "binding", "memory", "pools", "split", "plan", "spec", "lifecycle",
     "same_machine",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
     "proxy.routes", "proxy.sse",

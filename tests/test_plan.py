@@ -37,14 +37,25 @@ def wish(**options: Any) -> Config:
 
 
 def test_a_source_without_cores_needs_cpus_that_the_user_vouches_for() -> None:
-    topology = read_source(NUMACTL, source="numactl.txt")
+    one_range = NUMACTL.replace("0 1 2 3 8 9 10 11", "0 1 2 3 4 5 6 7").replace(
+        "4 5 6 7 12 13 14 15", "8 9 10 11 12 13 14 15"
+    )
     with pytest.raises(PlanError, match="SMT siblings") as caught:
-        make_plan(topology, wish(), sizes=SIZES, engine="vllm")
+        make_plan(read_source(one_range, source="n"), wish(), sizes=SIZES, engine="vllm")
+    topology = read_source(NUMACTL, source="numactl.txt")
     assert caught.value.hint
     assert "lscpu -e" in caught.value.hint
     plan = make_plan(topology, wish(split__cpus="0-7"), sizes=SIZES, engine="vllm")
     assert [(str(i.cpus), i.node) for i in plan.instances] == [("0-2", 0), ("4-6", 1)]
     assert plan.proxy.cpus == CpuSet([3])
+
+
+def test_siblings_are_told_from_the_numbering_where_it_is_plain() -> None:
+    """CPU n and n+8 of two nodes that are each a range and the same range 8 higher."""
+    plan = make_plan(read_source(NUMACTL, source="numactl.txt"), wish(), sizes=SIZES, engine="vllm")
+    assert [str(i.cpus) for i in plan.instances] == ["0-3", "4-7"]
+    assert plan.proxy.cpus == CpuSet([11])
+    assert plan.notes[0].code == "siblings-by-numbering"
 
 
 @pytest.fixture

@@ -23,17 +23,8 @@ from zenlaunch.memory import (
     ledger,
     size_instances,
 )
-from zenlaunch.split import (
-    Pool,
-    Split,
-    Step,
-    apply_recipe,
-    deal,
-    decide_split,
-    note,
-    own_cores,
-    usable_pools,
-)
+from zenlaunch.pools import Pool, Step, note, usable_pools
+from zenlaunch.split import Split, apply_recipe, deal, decide_split, own_cores
 from zenlaunch.topology import Core, Note, NumaNode, Severity, Topology
 
 SCHEMA = 1

@@ -1,19 +1,18 @@
-"""Split: which cores may be used, how many instances they make, and which core goes to which.
+"""Split: how many instances the pools make, how large they are, and which core goes to which.
 
-Owns the first half of the planner: topology and SplitConfig become pools (the cores of one node in
-dealing order), a size and a count for each, and the dealt cores. Pure. Names, ports, memory and the
-proxy's place are `plan`'s.
+Owns the count per pool, the one size of all, the reserve, and the dealing. Pure. Names, ports, memory
+and the proxy's place are `plan`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zenlaunch.config import Layout, Recipe, SplitConfig
-from zenlaunch.cpuset import CpuSet, union
 from zenlaunch.errors import PlanError
-from zenlaunch.topology import Core, CoreKind, Note, NumaNode, Severity, Topology
+from zenlaunch.pools import Pool, note
+from zenlaunch.topology import Core, Note, Severity, Topology
 
 # AMD's published instance is 64 cores; a node of 95 or fewer stays whole.
 CORES_PER_INSTANCE = 64
@@ -21,39 +20,6 @@ CORES_PER_INSTANCE = 64
 SMALL_INSTANCE = 16
 # Below this an instance is better off with the core than the proxy is.
 MIN_CORES_BESIDE_PROXY = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One numbered step of the algorithm, with the sets it left behind."""
-
-    text: str
-    sets: tuple[tuple[str, CpuSet], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """The cores of one node that may be used, in dealing order (L3 by L3).
-
-    `node` is None on a machine that shows no NUMA nodes. `cpus` maps a core's id to the CPUs of it
-    that the plan uses: one per wanted thread.
-    """
-
-    node: NumaNode | None
-    cores: tuple[Core, ...]
-    cpus: Mapping[int, CpuSet]
-
-    @property
-    def name(self) -> str:
-        return "the machine" if self.node is None else f"node {self.node.id}"
-
-    def of(self, cores: Sequence[Core]) -> CpuSet:
-        """Return the CPUs that the plan uses of these cores."""
-        return union(self.cpus[core.id] for core in cores)
-
-    @property
-    def all_cpus(self) -> CpuSet:
-        return self.of(self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +34,6 @@ class Split:
     size: int
     reserve: int
     proxy_cores: int
-
-
-def note(code: str, text: str, severity: Severity = Severity.INFO) -> Note:
-    return Note(code=code, severity=severity, text=text)
 
 
 def apply_recipe(topology: Topology, split: SplitConfig) -> SplitConfig:
@@ -90,48 +52,6 @@ def apply_recipe(topology: Topology, split: SplitConfig) -> SplitConfig:
             hint="set NPS1 in the BIOS, or plan without a recipe: --instances-per-node 1",
         )
     return replace(split, instances_per_node=2, reserve_per_instance=0, reserve_proxy=0)
-
-
-def usable_pools(
-    topology: Topology, split: SplitConfig
-) -> tuple[tuple[Pool, ...], list[Note], list[Step]]:
-    """Return the pools with at least one core, by node id, and what was left out and why."""
-    notes: list[Note] = []
-    cores = _known_cores(topology, split)
-    usable = topology.usable_cpus
-    steps = [Step(text="take the CPUs that are online and allowed", sets=(("cpus", usable),))]
-    if split.cpus is not None:
-        asked = CpuSet.parse(split.cpus)
-        if missing := asked - usable:
-            raise PlanError(
-                f"--cpus names {missing}: not online, or not allowed to this process "
-                f"(usable: {usable})",
-                hint="leave them out, or start zenlaunch outside the cpuset that forbids them",
-            )
-        usable = asked
-        steps.append(Step(text="keep those of --cpus", sets=(("cpus", usable),)))
-    else:
-        usable = _set_aside(topology, cores, usable, notes)
-        steps.append(Step(text="leave isolated and slow CPUs out", sets=(("cpus", usable),)))
-    wanted = split.threads_per_core
-    used: dict[int, CpuSet] = {}
-    for core in cores:
-        here = list(core.cpus & usable)
-        if len(here) >= wanted:
-            used[core.id] = CpuSet(here[:wanted])
-    if wanted > 1 and not used:
-        raise PlanError(
-            "--threads-per-core 2 needs SMT, and no core here has two usable CPUs",
-            hint="plan with --threads-per-core 1",
-        )
-    pools = _group(topology, split, cores, used, notes)
-    steps.append(
-        Step(
-            text=f"group whole cores by NUMA node, {wanted} CPU(s) of each core",
-            sets=tuple((pool.name, pool.all_cpus) for pool in pools),
-        )
-    )
-    return pools, notes, steps
 
 
 def decide_split(
@@ -193,99 +113,6 @@ def idle_siblings(topology: Topology, split: SplitConfig, pool: Pool) -> int:
         return 0
     smt = all(len(core.cpus & topology.usable_cpus) > 1 for core in pool.cores)
     return (split.reserve_per_instance or 1) if smt and len(pool.cores) > 1 else 0
-
-
-def _known_cores(topology: Topology, split: SplitConfig) -> tuple[Core, ...]:
-    """Return the cores; for a source that shows none, the CPUs that the user vouches for."""
-    if topology.cores:
-        return topology.cores
-    if split.cpus is None:
-        raise PlanError(
-            f"this source ({topology.origin}) does not show which CPUs are SMT siblings of one "
-            "core, so two instances could land on the same core",
-            hint="give `zenlaunch probe --json` or `lscpu -e` of that machine, or name one CPU of "
-            "each core with --cpus",
-        )
-    node_of = {cpu: node.id for node in topology.nodes for cpu in node.cpus}
-    package_of = {cpu: package.id for package in topology.packages for cpu in package.cpus}
-    return tuple(
-        Core(id=cpu, cpus=CpuSet([cpu]), node=node_of.get(cpu), package=package_of.get(cpu))
-        for cpu in topology.online
-    )
-
-
-def _set_aside(
-    topology: Topology, cores: Sequence[Core], usable: CpuSet, notes: list[Note]
-) -> CpuSet:
-    isolated = topology.isolated & usable
-    if isolated and isolated != usable:
-        usable = usable - isolated
-        notes.append(
-            note(
-                "isolated-cpus",
-                f"CPUs {isolated} are isolated from the scheduler (isolcpus) and left out; --cpus "
-                "uses them.",
-            )
-        )
-    slow = union(c.cpus for c in cores if c.kind is CoreKind.EFFICIENCY) & usable
-    if slow and slow != usable:
-        usable = usable - slow
-        notes.append(
-            note("efficiency-cores", f"efficiency cores {slow} are left out; --cpus uses them.")
-        )
-    return usable
-
-
-def _group(
-    topology: Topology,
-    split: SplitConfig,
-    cores: Sequence[Core],
-    used: Mapping[int, CpuSet],
-    notes: list[Note],
-) -> tuple[Pool, ...]:
-    nodes: list[NumaNode | None] = [n for n in topology.nodes if n.cpus]
-    known = CpuSet(n.id for n in nodes if n is not None)
-    if split.nodes is not None:
-        asked = CpuSet.parse(split.nodes)
-        if missing := asked - known:
-            raise PlanError(
-                f"--nodes names {missing}; the nodes with CPUs are {known or 'none'}",
-                hint=f"--nodes {known}" if known else "this machine shows no NUMA nodes",
-            )
-        nodes = [n for n in nodes if n is not None and n.id in asked]
-    if not topology.nodes:
-        nodes = [None]
-    # An L3 counts by the lowest of its cores, so that the walk follows the kernel's numbering.
-    l3_first: dict[int, int] = {}
-    for core in cores:
-        if core.l3 is not None:
-            l3_first[core.l3] = min(core.id, l3_first.get(core.l3, core.id))
-
-    def dealing_order(core: Core) -> tuple[int, int]:
-        return (l3_first[core.l3] if core.l3 is not None else -1, core.id)
-
-    pools = []
-    for node in nodes:
-        own = [c for c in cores if c.id in used and (node is None or c.node == node.id)]
-        if own:
-            ordered = tuple(sorted(own, key=dealing_order))
-            pools.append(Pool(node=node, cores=ordered, cpus={c.id: used[c.id] for c in ordered}))
-    homeless = union(used[c.id] for c in cores if c.id in used and c.node is None)
-    if topology.nodes and homeless:
-        notes.append(
-            note(
-                "cpus-in-no-node",
-                f"CPUs {homeless} are in no NUMA node, so that their memory cannot be bound: left "
-                "out.",
-                Severity.WARNING,
-            )
-        )
-    if not pools:
-        raise PlanError(
-            f"no usable cores are left (online {topology.online}, allowed {topology.allowed_cpus})",
-            hint="loosen --cpus or --nodes, or start zenlaunch outside the cpuset that limits it",
-        )
-    return tuple(pools)
 
 
 def _own_cores(pools: Sequence[Pool], index: int, proxy_cores: int) -> Sequence[Core]:
