@@ -36,8 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )  # fmt: skip
 PURE = {
-    "errors", "cpuset", "topology", "binding", "memory", "pools", "split", "plan", "spec", "lifecycle",
-    "same_machine",
+    "errors", "cpuset", "topology", "binding", "memory", "pools", "split", "plan", "spec",
+    "lifecycle", "same_machine",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
     "proxy.routes", "proxy.sse",
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Split: how many instances the pools make, how large they are, and which core goes to which.
 
-Owns the count per pool, the one size of all, the reserve, and the dealing. Pure. Names, ports, memory
-and the proxy's place are `plan`'s.
+Owns the count per pool, the one size of all, the reserve, and the dealing. Pure. Names, ports,
+memory and the proxy's place are `plan`'s.
 """
 
 from __future__ import annotations
