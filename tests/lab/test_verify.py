@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lab.guest import Machine, boot
 from lab.image import Image
+from lab.vm import Machine, boot
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
