@@ -125,6 +125,20 @@ def test_10_stream_without_done_is_an_error_where_done_is_due(shared: Pair) -> N
         assert client.read().whole
 
 
+@pytest.mark.parametrize("end", ["fin", "half-event", "engine-error"])
+def test_10_stream_with_a_length(shared: Pair, end: str) -> None:
+    """An engine that states a length and keeps it, or not: no byte may spill into what follows."""
+    proxy, _ = shared
+    with proxy.connect() as client:
+        client.post(stream=True, do={"framing": "length", "events": 2})
+        assert client.read().events[-1] == "[DONE]"
+        client.post(stream=True, do={"framing": "length", "end": end, "events": 2, "gap_s": 0.01})
+        response = client.read()
+        assert not response.whole
+        assert "error" in response.events[-1]
+        assert client.closed()
+
+
 def test_10_stream_delimited_by_close(shared: Pair) -> None:
     proxy, _ = shared
     with proxy.connect() as client:

@@ -76,6 +76,7 @@ class Exchange:
         "_keep",
         "_last_byte",
         "_lease",
+        "_length_down",
         "_out_bytes",
         "_queued_at",
         "_request_fields",
@@ -134,6 +135,7 @@ class Exchange:
         self._held: list[bytes] | None = None
         self._held_bytes = 0
         self._chunked_down = False
+        self._length_down = False
         self._keep = head.keep_alive
         self._early = False
         self._stream_wanted = False
@@ -355,11 +357,11 @@ class Exchange:
         assert head is not None
         if tracker is not None:
             rest = tracker.flush()
-            if rest:
-                self._forward(rest)
             if not tracker.done and self._route.ends_with_done and head.status == 200:
                 self._failed(Fault.TRUNCATED if self.begun else Fault.DIED)
                 return
+            if rest:
+                self._forward(rest)
             if tracker.error_status is not None:
                 self._error = "engine-error"
         if self._early and tracker is None:
@@ -395,7 +397,9 @@ class Exchange:
             head = self._response
             assert head is not None
             self._drop_body()
-            self._write_head(head, length_bytes=head.length_bytes, payload=payload)
+            # An event stream's length is not passed on: an error event must fit in at any time.
+            length_bytes = head.length_bytes if self._tracker is None else None
+            self._write_head(head, length_bytes=length_bytes, payload=payload)
             return
         self._out_bytes += len(payload)
         self.write(chunk(payload) if self._chunked_down else payload)
@@ -416,6 +420,7 @@ class Exchange:
                 fields += b"content-length: %d\r\n" % head.length_bytes
         elif length_bytes is not None:
             fields += b"content-length: %d\r\n" % length_bytes
+            self._length_down = True
         elif self._head.minor == 1:
             fields += b"transfer-encoding: chunked\r\n"
             self._chunked_down = True
@@ -523,8 +528,7 @@ class Exchange:
             self.write(chunk(event) if self._chunked_down else event)
         # Chunks without the last and a body shorter than its length show the break by themselves;
         # where the end of the connection is the end of the body, only a reset does.
-        response = self._response
-        shown = self._chunked_down or (response is not None and response.length_bytes is not None)
+        shown = self._chunked_down or self._length_down
         self._end(Outcome.NEUTRAL, status=status, keep=False, reset=not shown)
 
     def _refuse_none_usable(self) -> None:

@@ -132,6 +132,7 @@ class ResponseHead(NamedTuple):
 
 
 KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
+_USUAL = HOP_BY_HOP | {b"close"}
 _NO_NAMES: frozenset[bytes] = frozenset()
 
 
@@ -178,9 +179,7 @@ def _parse_request(head: bytes) -> RequestHead:
     hosts: list[bytes] = []
     length: bytes | None = None
     coding = connection = expect = upgrade = b""
-    for name, value, _, _, framing in fields:
-        if not framing:
-            continue
+    for name, value, _, _, _ in [one for one in fields if one[4]]:
         if name == b"host":
             hosts.append(value)
         elif name == b"content-length":
@@ -206,7 +205,8 @@ def _parse_request(head: bytes) -> RequestHead:
     if expect and expect != b"100-continue":
         raise BadMessage("the only expectation known is 100-continue", status=417)
     one_hop = _tokens(connection) if connection else _NO_NAMES
-    travelling = [one for one in fields if one.up and one.name not in one_hop]
+    # The usual tokens name no field that would travel anyway.
+    travelling = fields if one_hop <= _USUAL else [f for f in fields if f[0] not in one_hop]
     return RequestHead(
         method,
         target,
@@ -219,8 +219,8 @@ def _parse_request(head: bytes) -> RequestHead:
         bool(expect) and minor == 1,
         upgrade,
         one_hop,
-        b"".join(one.up for one in travelling),
-        b"".join(one.up for one in travelling if one.name not in KEY_FIELDS),
+        b"".join([one[2] for one in travelling]),
+        b"".join([one[2] for one in travelling if one[0] not in KEY_FIELDS]),
     )
 
 
@@ -231,9 +231,7 @@ def _parse_response(head: bytes) -> ResponseHead:
     fields = _parse_fields(block)
     length: bytes | None = None
     coding = connection = b""
-    for name, value, _, _, framing in fields:
-        if not framing:
-            continue
+    for name, value, _, _, _ in [one for one in fields if one[4]]:
         if name == b"content-length":
             if length is not None:
                 raise BadMessage("more than one Content-Length")
@@ -257,19 +255,15 @@ def _parse_response(head: bytes) -> ResponseHead:
         keep_alive,
         one_hop,
         (field(fields, b"content-type") or b"").lower(),
-        b"".join([one.down for one in fields if one.name not in one_hop]),
+        b"".join([one[3] for one in fields if one[0] not in one_hop]),
     )
 
 
 def _parse_fields(block: bytes) -> Fields:
     if not block:
         return ()
-    fields = tuple(
-        [
-            _known_field(line) if len(line) <= _KEPT_LINE_BYTES else _field(line)
-            for line in block.split(b"\r\n")
-        ]
-    )
+    parse = _known_field if len(block) <= _KEPT_HEAD_BYTES else _field
+    fields = tuple(map(parse, block.split(b"\r\n")))
     if len(fields) > MAX_FIELDS:
         raise BadMessage(f"more than {MAX_FIELDS} header fields", status=431)
     return fields
@@ -337,6 +331,7 @@ def _framing(length: bytes | None, coding: bytes, *, minor: int) -> int | None:
     return int(length)
 
 
+@lru_cache(maxsize=256)
 def _tokens(value: bytes) -> frozenset[bytes]:
     if _TOKENS.fullmatch(value) is None:
         raise BadMessage("malformed Connection")
@@ -346,8 +341,8 @@ def _tokens(value: bytes) -> frozenset[bytes]:
 def field(fields: Fields, name: bytes) -> bytes | None:
     """Return the value of the first field called `name` (lower case), or None."""
     for one in fields:
-        if one.name == name:
-            return one.value
+        if one[0] == name:
+            return one[1]
     return None
 
 
