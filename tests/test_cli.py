@@ -56,7 +56,7 @@ def test_help_names_every_command(zenlaunch: Run) -> None:
         (("plan", "m", "--python", "/no/python"), 4, "/no/python cannot be run"),
         (("plan", "m", "--python", "/bin/false"), 4, "/bin/false does not answer"),
         (("proxy", "--upstream", "ftp://x", "--listen", "127.0.0.1:1"), 7, "ftp://x"),
-        (("proxy", "--upstream", "http://127.0.0.1:1", "--listen", "x"), 2, "--listen"),
+        (("proxy", "--upstream", "http://127.0.0.1:1", "--listen", "x"), 2, "proxy.listen"),
         (("proxy",), 2, "Missing option '--upstream'"),
         (("up", "/no/such/model", "--python", "/bin/false"), 4, "/bin/false"),
     ],
@@ -138,7 +138,7 @@ def test_every_key_has_a_flag(zenlaunch: Run) -> None:
         "name": "engine", "version": "vllm-version", "margin": "memory-margin", "args": "",
         "model": "",
     }  # fmt: skip
-    shown = zenlaunch("plan", "--help").out
+    shown = zenlaunch("up", "--help").out
     for field in fields(Config):
         value = getattr(Config(), field.name)
         keys = [f.name for f in fields(value)] if is_dataclass(value) else [field.name]

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("watch", "crash", "procfs"),
     ("runs",),
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
-    ("compose", "commands", "detach"),
+    ("compose", "commands", "detach", "front"),
     ("output", "up", "guard"),
     ("screens", "units"),
     ("session",),

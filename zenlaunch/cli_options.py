@@ -16,6 +16,7 @@ import typer
 
 from zenlaunch.config import (
     Config,
+    HalfClose,
     Layout,
     Policy,
     Recipe,
@@ -78,8 +79,47 @@ WISHES = (
 )  # fmt: skip
 
 
+# The proxy's own keys; for `up` and `proxy`.
+PROXY_WISHES = (
+    _option("proxy.half_close", HalfClose, "--half-close",
+            "What a client's FIN means while its answer is pending."),
+    _option("proxy.connect_timeout_s", float, "--connect-timeout-s", "To reach an engine (5)."),
+    _option("proxy.first_byte_timeout_s", float, "--first-byte-timeout-s",
+            "From request to the first byte of the answer (900)."),
+    _option("proxy.gap_timeout_s", float, "--gap-timeout-s", "Between two bytes (300)."),
+    _option("proxy.keep_alive_s", float, "--keep-alive-s", "An idle client connection (75)."),
+    _option("proxy.queue_timeout_s", float, "--queue-timeout-s", "In the queue (30)."),
+    _option("proxy.sse_keepalive_s", float, "--sse-keepalive-s",
+            "Send comments into silent streams (off)."),
+    _option("proxy.max_body_bytes", str, "--max-body-bytes", "Largest request (64M)."),
+    _option("proxy.body_budget_bytes", str, "--body-budget-bytes", "All bodies held (512M)."),
+    _option("proxy.max_in_flight", int, "--max-in-flight", "Requests under way (8192)."),
+    _option("proxy.max_in_flight_per_upstream", int, "--max-in-flight-per-upstream",
+            "The same for each engine (no limit)."),
+    _option("proxy.max_queued", int, "--max-queued", "Requests that wait (1024)."),
+    _option("proxy.api_keys_file", str, "--api-keys-file", "A `name: key` a line."),
+    _option("proxy.trusted_peers", list[str], "--trusted-peers",
+            "Network whose X-Forwarded-* are believed; repeat it."),
+    _option("proxy.access_log", str, "--access-log", "JSON lines; - is stderr (off)."),
+)  # fmt: skip
+
+
 def takes_wishes(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one option per key of WISHES; it receives them as `wishes`, by dotted path."""
+    return _takes(WISHES, command)
+
+
+def takes_all_wishes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of WISHES and PROXY_WISHES."""
+    return _takes((*WISHES, *PROXY_WISHES), command)
+
+
+def takes_proxy_wishes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of PROXY_WISHES."""
+    return _takes(PROXY_WISHES, command)
+
+
+def _takes(options: Sequence[_Option], command: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values()
            if p.name != "wishes"]  # fmt: skip
     added = [
@@ -92,12 +132,12 @@ def takes_wishes(command: Callable[..., None]) -> Callable[..., None]:
                 typer.Option(*option.flags, help=option.help, show_default=False),
             ],
         )
-        for option in WISHES
+        for option in options
     ]
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
-        wishes = {option.path: given.pop(option.name) for option in WISHES}
+        wishes = {option.path: given.pop(option.name) for option in options}
         command(**given, wishes=wishes)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
@@ -144,7 +184,9 @@ def read_config(
             raise ConfigError(f"{config_file}: {reason}") from None
         config = load(text, source=source)
     given = dict(wishes)
-    if (pairs := given.pop("engine.env")) is not None:
+    if (peers := given.get("proxy.trusted_peers")) is not None:
+        given["proxy.trusted_peers"] = tuple(peers)
+    if (pairs := given.pop("engine.env", None)) is not None:
         given["engine.env"] = {**config.engine.env, **_environment(pairs)}
     config = override(config, {**given, "model": model})
     if zentorch is not None:

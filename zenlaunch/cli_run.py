@@ -24,9 +24,10 @@ from zenlaunch.cli_options import (
     Port,
     ZenTorch,
     read_config,
-    takes_wishes,
+    takes_all_wishes,
+    takes_proxy_wishes,
 )
-from zenlaunch.config import Policy, parse_listen
+from zenlaunch.config import Policy
 from zenlaunch.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Option("--name", help="Name of the deployment.")]
 
 
-@takes_wishes
+@takes_all_wishes
 def up(
     ctx: typer.Context,
     model: ModelArgument = None,
@@ -163,49 +164,52 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
     )
 
 
+@takes_proxy_wishes
 def proxy(
+    ctx: typer.Context,
     upstream: Annotated[
         list[str], typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.")
     ],
-    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT.")] = "127.0.0.1:8000",
+    config_file: ConfigFile = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", help="HOST:PORT.", show_default=False)
+    ] = None,
     policy: Annotated[
-        Policy, typer.Option("--policy", help="How an engine is chosen.")
-    ] = Policy.LEAST_INFLIGHT,
+        Policy | None,
+        typer.Option("--policy", help="How an engine is chosen.", show_default=False),
+    ] = None,
     admin_socket: Annotated[
         Path | None,
         typer.Option("--admin-socket", help="A unix socket for drain and resume.",
                      show_default=False),
     ] = None,
     drain_s: Annotated[
-        float, typer.Option("--drain-s", help="How long answers may finish at the end.")
-    ] = 120.0,
+        float | None,
+        typer.Option("--drain-s", help="How long answers may finish at the end (120).",
+                     show_default=False),
+    ] = None,
+    *,
+    wishes: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Run the proxy alone, before engines that somebody else started."""
+    from zenlaunch.front import proxy_options
     from zenlaunch.notify import listen_fd
-    from zenlaunch.proxy.balancer import Policy as BalancerPolicy
-    from zenlaunch.proxy.options import ProxyOptions
     from zenlaunch.proxy.server import run as serve
 
-    try:
-        host, port = parse_listen(listen)
-    except ValueError as e:
-        raise ConfigError(f"--listen: {e}") from None
+    given = {**wishes, "proxy.listen": listen, "proxy.policy": policy, "engine.drain_s": drain_s}
+    config = read_config(ctx, None, config_file, None, None, given)
     pairs = []
     for k, text in enumerate(upstream):
         name, sep, url = text.partition("=")
         pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
-    status = serve(
-        ProxyOptions(
-            upstreams=tuple(pairs),
-            listen_host=host,
-            listen_port=port,
-            policy=BalancerPolicy(policy.value),
-            admin_socket=admin_socket,
-            listen_fd=listen_fd(),
-            drain_s=drain_s,
-        )
+    options = proxy_options(
+        config.proxy,
+        pairs,
+        admin_socket=admin_socket,
+        listen_fd=listen_fd(),
+        drain_s=config.engine.drain_s,
     )
-    raise typer.Exit(status)
+    raise typer.Exit(serve(options))
 
 
 def status(as_json: AsJson = False, name: Name = "default") -> None:

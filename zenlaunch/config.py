@@ -37,6 +37,13 @@ class Policy(StrEnum):
     ROUND_ROBIN = "round-robin"
 
 
+class HalfClose(StrEnum):
+    """What a client's FIN means while its answer is pending."""
+
+    CANCEL = "cancel"
+    ANSWER = "answer"
+
+
 class Switch(StrEnum):
     AUTO = "auto"
     ON = "on"
@@ -105,11 +112,30 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxySettings:
-    """The front door's own keys."""
+    """The front door's own keys; None stands for the proxy's default (README, "The proxy").
+
+    Times are seconds, sizes as everywhere. `api_keys_file` holds a `name: key` a line;
+    `trusted_peers` are networks whose X-Forwarded-* are believed; `access_log` "-" is stderr.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
     listen: str = "127.0.0.1:8000"
     policy: Policy = Policy.LEAST_INFLIGHT
+    half_close: HalfClose | None = None
+    connect_timeout_s: float | None = None
+    first_byte_timeout_s: float | None = None
+    gap_timeout_s: float | None = None
+    keep_alive_s: float | None = None
+    queue_timeout_s: float | None = None
+    sse_keepalive_s: float | None = None
+    max_body_bytes: str | int | None = None
+    body_budget_bytes: str | int | None = None
+    max_in_flight: int | None = None
+    max_in_flight_per_upstream: int | None = None
+    max_queued: int | None = None
+    api_keys_file: str | None = None
+    trusted_peers: tuple[str, ...] = ()
+    access_log: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +236,17 @@ def find_problems(config: Config) -> list[str]:
         if value is not None:
             check(f"memory.{name}", _problem(parse_size, value))
     check("memory.margin", _problem(parse_percent, memory.margin))
+    proxy = config.proxy
+    for name in ("max_body_bytes", "body_budget_bytes"):
+        value = getattr(proxy, name)
+        if value is not None:
+            check(f"proxy.{name}", _problem(parse_size, value))
+    for field_ in fields(proxy):
+        value = getattr(proxy, field_.name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            least = "at least 0" if field_.name == "max_queued" else "above 0"
+            if field_.name != "max_queued" or value < 0:
+                check(f"proxy.{field_.name}", f"must be {least}")
     for name in ("start_timeout_s", "drain_s"):
         check(f"engine.{name}", "must be above 0" if getattr(engine, name) <= 0 else None)
     for key in engine.env:
@@ -272,6 +309,23 @@ def load(text: str, *, source: str) -> Config:
         return TypeAdapter(Config).validate_python(data)
     except ValidationError as e:
         raise _config_error(source, [_describe(error) for error in e.errors()]) from None
+
+
+def given_to_proxy(settings: ProxySettings) -> list[tuple[str, Any]]:
+    """Return the proxy's keys, but for address and policy, that are not at their defaults."""
+    values = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
+    apart = ("listen", "policy")
+    return [(name, v) for name, v in values if name not in apart and v not in (None, ())]
+
+
+def proxy_words(settings: ProxySettings) -> list[str]:
+    """Return these keys as options of `zenlaunch proxy`."""
+    words: list[str] = []
+    for name, value in given_to_proxy(settings):
+        for item in value if isinstance(value, tuple) else (value,):
+            text = item.value if isinstance(item, StrEnum) else str(item)
+            words += [f"--{name.replace('_', '-')}", text]
+    return words
 
 
 def json_schema() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zenlaunch.compose import Composed
+from zenlaunch.config import Config, proxy_words
 from zenlaunch.engines import VersionSource
 from zenlaunch.errors import LaunchError, PlanError
 from zenlaunch.plan import Plan
@@ -100,7 +101,7 @@ def make_deployment(
     return Deployment(
         name=name,
         instances=specs,
-        proxy=proxy_spec(composed.plan, composed.config.engine.drain_s, socket),
+        proxy=proxy_spec(composed.plan, composed.config, socket),
         log_dir=folders.logs,
         cache_dir=folders.cache,
         admin_socket=socket,
@@ -114,15 +115,16 @@ def proxy_url(plan: Plan) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{plan.proxy.port}"
 
 
-def proxy_spec(plan: Plan, drain_s: float, admin_socket: Path) -> LaunchSpec:
+def proxy_spec(plan: Plan, config: Config, admin_socket: Path) -> LaunchSpec:
     """Return how the proxy is started: this program again, on the CPUs of the plan."""
-    proxy = plan.proxy
+    proxy, drain_s = plan.proxy, config.engine.drain_s
     host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
     upstreams = [f"{i.name}=http://127.0.0.1:{i.port}" for i in plan.instances]
     argv = [
         *(sys.executable, "-m", "zenlaunch", "proxy"),
         *("--listen", f"{host}:{proxy.port}", "--policy", proxy.policy),
         *("--admin-socket", str(admin_socket), "--drain-s", str(drain_s)),
+        *proxy_words(config.proxy),
         *(word for upstream in upstreams for word in ("--upstream", upstream)),
     ]
     return LaunchSpec(

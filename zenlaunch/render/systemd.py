@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zenlaunch import __version__
-from zenlaunch.config import Config
+from zenlaunch.config import Config, proxy_words
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan, PlannedInstance, PlannedProxy
 from zenlaunch.render.files import RenderedFile, RenderOptions, header
@@ -299,6 +299,7 @@ def _proxy(plan: Plan, config: Config, options: RenderOptions) -> RenderedFile:
     argv = [
         *options.program, "proxy", "--listen", _listen(proxy), "--policy", proxy.policy,
         "--admin-socket", f"/run/{name}/proxy.sock", "--drain-s", f"{drain_s:g}",
+        *proxy_words(config.proxy),
     ]  # fmt: skip
     for instance in plan.instances:
         argv += ["--upstream", f"{instance.name}=http://127.0.0.1:{instance.port}"]

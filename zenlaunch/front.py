@@ -1,0 +1,49 @@
+"""Front: the proxy's settings become its options.
+
+What is None in the settings is the proxy's own default. (The other way, to the words of a command
+line, is `config.proxy_words`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zenlaunch.config import ProxySettings, given_to_proxy, parse_listen, parse_size
+from zenlaunch.proxy.balancer import Policy
+from zenlaunch.proxy.options import HalfClose, ProxyOptions
+
+_SIZES = {"max_body_bytes", "body_budget_bytes"}
+_PATHS = {"api_keys_file", "access_log"}
+
+
+def proxy_options(
+    settings: ProxySettings,
+    upstreams: Sequence[tuple[str, str]],
+    *,
+    admin_socket: Path | None,
+    listen_fd: int | None,
+    drain_s: float,
+) -> ProxyOptions:
+    """Return what `proxy.server.run` takes; raises ProxyError for contradictions."""
+    host, port = parse_listen(settings.listen)
+    given: dict[str, Any] = {}
+    for name, value in given_to_proxy(settings):
+        if name in _SIZES:
+            value = parse_size(value)
+        elif name in _PATHS:
+            value = Path(value)
+        elif name == "half_close":
+            value = HalfClose(value.value)
+        given[name] = value
+    return ProxyOptions(
+        upstreams=tuple(upstreams),
+        listen_host=host,
+        listen_port=port,
+        listen_fd=listen_fd,
+        policy=Policy(settings.policy.value),
+        admin_socket=admin_socket,
+        drain_s=drain_s,
+        **given,
+    )
