@@ -183,6 +183,11 @@ def proxy(
         typer.Option("--admin-socket", help="A unix socket for drain and resume.",
                      show_default=False),
     ] = None,
+    upstream_key_file: Annotated[
+        Path | None,
+        typer.Option("--upstream-key-file", help="The key that the engines ask for.",
+                     show_default=False),
+    ] = None,
     drain_s: Annotated[
         float | None,
         typer.Option("--drain-s", help="How long answers may finish at the end (120).",
@@ -206,6 +211,7 @@ def proxy(
         config.proxy,
         pairs,
         admin_socket=admin_socket,
+        upstream_key_file=upstream_key_file,
         listen_fd=listen_fd(),
         drain_s=config.engine.drain_s,
     )

@@ -23,6 +23,7 @@ def proxy_options(
     upstreams: Sequence[tuple[str, str]],
     *,
     admin_socket: Path | None,
+    upstream_key_file: Path | None = None,
     listen_fd: int | None,
     drain_s: float,
 ) -> ProxyOptions:
@@ -44,6 +45,7 @@ def proxy_options(
         listen_fd=listen_fd,
         policy=Policy(settings.policy.value),
         admin_socket=admin_socket,
+        upstream_key_file=upstream_key_file,
         drain_s=drain_s,
         **given,
     )

@@ -7,6 +7,7 @@ chooses the folders. Prints nothing; what happens comes out as the supervisor's 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from zenlaunch.supervisor import Deployment
 from zenlaunch.topology import Topology
 
 PROXY_NAME = "proxy"
+# vLLM asks for this key on /v1, so that nobody on this machine walks round the proxy.
+ENGINE_KEY = "VLLM_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +98,19 @@ def make_deployment(
     name: str, composed: Composed, folders: Folders, *, hangup_stops: bool
 ) -> Deployment:
     """Return what the supervisor runs."""
-    socket = folders.runtime / name / "proxy.sock"
+    runtime = folders.runtime / name
+    socket = runtime / "proxy.sock"
     numactl = shutil.which("numactl") is not None
     specs = composed.specs if numactl else tuple(_bound_by_us(s) for s in composed.specs)
+    key_file = None
+    if composed.config.engine.name == "vllm" and not _has_own_key(composed.config, os.environ):
+        key = secrets.token_urlsafe(32)
+        key_file = _write_key(runtime / "upstream.key", key)
+        specs = tuple(replace(s, env={**s.env, ENGINE_KEY: key}) for s in specs)
     return Deployment(
         name=name,
         instances=specs,
-        proxy=proxy_spec(composed.plan, composed.config, socket),
+        proxy=proxy_spec(composed.plan, composed.config, socket, key_file=key_file),
         log_dir=folders.logs,
         cache_dir=folders.cache,
         admin_socket=socket,
@@ -115,7 +124,28 @@ def proxy_url(plan: Plan) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{plan.proxy.port}"
 
 
-def proxy_spec(plan: Plan, config: Config, admin_socket: Path) -> LaunchSpec:
+def _has_own_key(config: Config, environ: Mapping[str, str]) -> bool:
+    """Say whether the user has a key for the engines; it then passes through the proxy."""
+    return bool(config.engine.env.get(ENGINE_KEY) or environ.get(ENGINE_KEY))
+
+
+def _write_key(path: Path, key: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(f"{key}\n")
+    except OSError as e:
+        raise LaunchError(
+            f"cannot write {path}: {e.strerror}",
+            hint="set XDG_RUNTIME_DIR to a folder that you may write",
+        ) from None
+    return path
+
+
+def proxy_spec(
+    plan: Plan, config: Config, admin_socket: Path, *, key_file: Path | None
+) -> LaunchSpec:
     """Return how the proxy is started: this program again, on the CPUs of the plan."""
     proxy, drain_s = plan.proxy, config.engine.drain_s
     host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
@@ -124,6 +154,7 @@ def proxy_spec(plan: Plan, config: Config, admin_socket: Path) -> LaunchSpec:
         *(sys.executable, "-m", "zenlaunch", "proxy"),
         *("--listen", f"{host}:{proxy.port}", "--policy", proxy.policy),
         *("--admin-socket", str(admin_socket), "--drain-s", str(drain_s)),
+        *(("--upstream-key-file", str(key_file)) if key_file else ()),
         *proxy_words(config.proxy),
         *(word for upstream in upstreams for word in ("--upstream", upstream)),
     ]

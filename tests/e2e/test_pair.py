@@ -6,6 +6,7 @@ purpose, with what install guides tell people to export.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -185,6 +186,21 @@ def test_polluted_environment_is_cleaned(pair: Pair) -> None:
             assert name not in env, name
         for name, value in instance["env"].items():
             assert env[name] == value
+
+
+def test_engines_cannot_be_reached_round_the_proxy(pair: Pair) -> None:
+    for instance in pair.plan["instances"]:
+        port = instance["port"]
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 401
+    keys = list((pair.folder / "zenlaunch").rglob("upstream.key"))
+    assert [k.stat().st_mode & 0o777 for k in keys] == [0o600]
+    secret = keys[0].read_text().strip()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                assert secret.encode() not in (entry / "cmdline").read_bytes()
+    for log in pair.folder.rglob("*.log"):
+        assert secret not in log.read_text(errors="replace")
 
 
 def test_client_that_leaves_frees_the_engine(pair: Pair) -> None:
