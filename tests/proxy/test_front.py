@@ -110,6 +110,17 @@ def test_pipelining_is_bounded(engines: Start, proxy: Start) -> None:
     until(door.idle)
 
 
+def test_a_body_of_very_many_chunks(shared: Pair) -> None:
+    proxy, engines = shared
+    with proxy.connect() as client:
+        client.raw(POST + "transfer-encoding: chunked\r\n\r\n")
+        client.raw(b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
+        client.raw(POST + "content-length: 2\r\n\r\n{}")
+        assert client.read().status == 200
+        assert client.read().status == 200
+    assert 100_000 in [size for engine in engines for size in engine.seen()["bodies"]]
+
+
 def test_one_byte_at_a_time(shared: Pair) -> None:
     proxy, _ = shared
     with proxy.connect() as client:

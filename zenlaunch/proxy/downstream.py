@@ -41,7 +41,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _LINGER_S = 5.0
 _READ_BYTES = 2**20  # more than one read of the event loop brings
 _TCP_CLOSE = 7  # include/net/tcp_states.h
-_STEPS_AT_ONCE = 64
+_WORK_AT_ONCE = 64
+_SLICE_BYTES = 16_384
 _RESET = struct.pack("ii", 1, 0)
 _EACH_INSTANCE = "this route changes one instance only: send it to each instance itself"
 
@@ -82,6 +83,7 @@ class ClientConnection(asyncio.Protocol):
         "_reserved",
         "_resolution",
         "_stalled_bytes",
+        "_yielded",
         "fd",
         "paused",
         "peer",
@@ -109,6 +111,7 @@ class ClientConnection(asyncio.Protocol):
         self._own: asyncio.Task[None] | None = None
         self._advancing = False
         self._finished_reading = False
+        self._yielded = False
         self._continued = 0.0
         self._deadline = hub.now() + hub.options.head_timeout_s
         self._paused_at = 0.0
@@ -280,51 +283,66 @@ class ClientConnection(asyncio.Protocol):
             return
         self._advancing = True
         try:
-            steps = 0
+            work = 0
             while self._at < _At.ANSWER and self._buffer:
-                if not self._step():
+                step = self._step()
+                if step == 0:
                     break
-                steps += 1
-                if steps > _STEPS_AT_ONCE:  # a long pipeline must not hold up everybody else
-                    self._hub.loop.call_soon(self._advance)
+                work += step
+                if work > _WORK_AT_ONCE and not self._yielded:
+                    # Thousands of tiny requests or chunks must not hold up everybody else. Nobody
+                    # waits for an answer here, so not reading hides nothing.
+                    self._yielded = True
+                    self.transport.pause_reading()
+                    self._hub.loop.call_soon(self._go_on)
                     break
         except BadMessage as problem:
             self._refuse(problem.status, "bad_request", problem.message)
         finally:
             self._advancing = False
 
-    def _step(self) -> bool:
-        """Take one step; False when more bytes are needed."""
+    def _go_on(self) -> None:
+        self._yielded = False
+        if not self.transport.is_closing():
+            self._advance()
+        if not self._yielded and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _step(self) -> int:
+        """Take one step; return how much work it was, 0 when more bytes are needed."""
         if self._at is _At.HEAD:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0 or end > 65_536:
                 problem = problem_of_partial_head(self._buffer)
                 if problem is not None:
                     raise problem
-                return False
+                return 0
             raw, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
             self._head = None
             self._request_id = ""
             self._take_head(parse_request_head(raw))
-            return True
-        data, self._buffer = self._buffer, b""
+            return 1
+        work = 1
         if self._at is _At.LENGTH:
+            data, self._buffer = self._buffer, b""
             tail = data[self._left :]
             payload = data[: self._left] if tail else data
             self._left -= len(payload)
             whole = self._left == 0
         else:
             assert self._decoder is not None
+            data, self._buffer = self._buffer[:_SLICE_BYTES], self._buffer[_SLICE_BYTES:]
             pieces, tail = self._decoder.feed(data)
+            work += len(pieces) // 32
             payload = b"".join(pieces)
             whole = self._decoder.done
         if not self._fits(self._body_bytes + len(payload)):
-            return True
+            return work
         self._keep_body(payload)
         if whole:
-            self._buffer = tail
+            self._buffer = tail + self._buffer if self._buffer else tail
             self._dispatch()
-        return True
+        return work
 
     def _take_head(self, head: RequestHead) -> None:
         hub = self._hub
