@@ -70,6 +70,8 @@ UP = (Begin(), Ready("proxy"), Ready("a"), Ready("b"))
         ("all together", [Begin()], [Spawn("a"), Spawn("b"), Spawn("proxy")],
          "starting starting starting"),
         ("ready", UP, [Resume("b")], "ready ready ready"),
+        ("a proxy that comes late is told who is ready", [Begin(), Ready("b"), Ready("proxy")],
+         [Resume("b")], "starting ready ready"),
         ("ready is told twice", [*UP, Ready("b")], [], "ready ready ready"),
         ("no answer", [*UP, Unready("a")], [], "unready ready ready"),
         ("an answer again", [*UP, Unready("a"), Ready("a")], [], "ready ready ready"),

@@ -357,6 +357,12 @@ class _Step:
         )
         if member.role is Role.INSTANCE:
             self.actions.append(Resume(member.name))
+        else:  # it has not been told of those that were ready before it
+            self.actions += [
+                Resume(m.name)
+                for m in self.system.members
+                if m.state is State.READY and m.role is Role.INSTANCE
+            ]
         if member.cache_key is not None:
             self.system = replace(self.system, cold=self.system.cold - {member.cache_key})
         if self.system.rolling and self.system.rolling[0] == member.name:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zenlaunch import checks, compiled, crash, watch
+from zenlaunch import checks, compiled, crash, procfs, watch
 from zenlaunch import lifecycle as lc
 from zenlaunch.child import Child, describe_status, tree
+from zenlaunch.cpuset import EMPTY
 from zenlaunch.errors import LaunchError
 from zenlaunch.events import (
     BecameReady,
@@ -181,7 +182,7 @@ class Run:
         spec, around = self.spec, self._around
         try:
             await self._wait_for_memory()
-            self._refused = checks.port_taken(spec.host, spec.port)
+            self._refused = _not_online(spec) or checks.port_taken(spec.host, spec.port)
             if self._refused is not None:
                 return
             self._started = time.monotonic()
@@ -367,6 +368,12 @@ class Run:
             environ=environment(self.spec, self._around.environ),
             log=self.tail,
         )
+
+
+def _not_online(spec: LaunchSpec) -> str | None:
+    """Say which CPUs of the spec are offline: numactl leaves them out without a word."""
+    offline = spec.cpus - procfs.online_cpus() if spec.cpus else EMPTY
+    return f"CPUs {offline} of the plan are not online" if offline else None
 
 
 def _gib(size: int) -> str:

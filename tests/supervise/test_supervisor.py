@@ -341,6 +341,7 @@ def test_a_flood_of_log_is_rotated_and_holds_nothing_up(tmp_path: Path) -> None:
             await r.all_ready()
             assert len(r.log("i0")) > 1_000_000
             r.events.clear()
+            r.times.clear()
             await poll(lambda: r.supervisor.status()[0].state is State.READY)
         sizes = {p.name: p.stat().st_size for p in (tmp_path / "logs").iterdir()}
         assert set(sizes) == {"i0.log", "i0.log.1", "i0.log.2"}
@@ -495,11 +496,21 @@ def test_without_numactl_the_process_is_bound_by_us(tmp_path: Path) -> None:
 
 def test_a_binding_that_the_kernel_refuses_is_named(tmp_path: Path) -> None:
     async def scene() -> None:
-        none = engine("i0", cpus=CpuSet.parse("1000"), self_bind=True)
+        none = engine("i0", mem_nodes=CpuSet.parse("63"), self_bind=True)
         async with Running(deployment(tmp_path, none)) as r:
             outcome = await r.outcome()
         assert outcome.error is not None
-        assert "sched_setaffinity to [1000]: Invalid argument" in outcome.error.message
+        assert "set_mempolicy to nodes [63]: Invalid argument" in outcome.error.message
+
+    go(scene())
+
+
+def test_cpus_that_are_not_online_are_named_before_the_start(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with Running(deployment(tmp_path, engine("i0", cpus=CpuSet.parse("0,1000")))) as r:
+            outcome = await r.outcome()
+        assert outcome.error is not None
+        assert outcome.error.message == ("i0 was not started: CPUs 1000 of the plan are not online")
 
     go(scene())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zenlaunch import child, events
-from zenlaunch.lifecycle import Policy
+from zenlaunch.lifecycle import Policy, State
 from zenlaunch.spec import CompileCache, HealthCheck, LaunchSpec, Phase, Signature
 from zenlaunch.supervisor import Deployment, Supervisor, run
 
@@ -90,15 +90,31 @@ class Running:
 
     def __init__(self, wanted: Deployment) -> None:
         self.events: list[events.Event] = []
+        self.times: list[float] = []
         self.supervisor: Supervisor
         self._deployment = wanted
 
     async def __aenter__(self) -> Running:
         self.task = asyncio.create_task(
-            run(self._deployment, on_event=self.events.append, on_start=self._begin)
+            run(self._deployment, on_event=self._see, on_start=self._begin)
         )
         await asyncio.sleep(0)  # so that it has begun
         return self
+
+    def _see(self, event: events.Event) -> None:
+        self.events.append(event)
+        self.times.append(time.monotonic())
+
+    def seconds_in(self, name: str, state: State) -> list[float]:
+        """Return how long each stay of a member in a state has taken."""
+        stays, since = [], 0.0
+        for at, event in zip(self.times, self.events, strict=True):
+            if isinstance(event, events.StateChanged) and event.name == name:
+                if event.state is state:
+                    since = at
+                elif event.previous is state:
+                    stays.append(at - since)
+        return stays
 
     def _begin(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
