@@ -31,6 +31,7 @@ from zenlaunch.errors import RenderError
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
     from zenlaunch.render import RenderedFile, RenderOptions
+    from zenlaunch.spec import LaunchSpec
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 guard_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -112,6 +113,7 @@ def systemd(
     )
     specs = tuple(replace(s, argv=_whole_program(s.argv, here=here)) for s in composed.specs)
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
+    _warn_of_private_paths(options, specs)
     if output is not None:
         install_files(changes(files, output, name=name), say=_say)
         return
@@ -248,6 +250,13 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
         elif word not in ("--install", "--diff", "--yes") and not word.startswith("--output="):
             kept.append(word)
     return tuple(kept)
+
+
+def _warn_of_private_paths(options: RenderOptions, specs: Sequence[LaunchSpec]) -> None:
+    """Say which programs the units' user will not be able to read: /root is for root alone."""
+    words = {*options.program, *(w for s in specs for w in s.argv), options.model_folder or ""}
+    for path in sorted(w for w in words if w.startswith("/root/")):
+        _say(f"warning: the user {options.user} cannot read {path}: /root is for root alone")
 
 
 def _refuse_unknown_sizes(composed: Composed) -> None:
