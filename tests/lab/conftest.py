@@ -1,4 +1,4 @@
-"""The lab's image: built once, then kept in .cache/lab-debian."""
+"""The lab's image: built once, then kept in .cache/lab."""
 
 from __future__ import annotations
 
