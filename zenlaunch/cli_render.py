@@ -88,7 +88,7 @@ def systemd(
 ) -> None:  # fmt: skip
     """Make systemd units of the plan: to the screen, a folder, or installed."""
     from zenlaunch.compose import compose, read_machine
-    from zenlaunch.installed import changes, diff_text, install_files
+    from zenlaunch.installed import changes, diff_text, install_files, refuse_foreign
     from zenlaunch.render import RENDERERS, RenderOptions
 
     only_one({"--output": output, "--install": install or None, "--diff": diff or None})
@@ -115,7 +115,9 @@ def systemd(
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
     _warn_of_private_paths(options, specs)
     if output is not None:
-        install_files(changes(files, output, name=name), say=_say)
+        found = changes(files, output, name=name)
+        refuse_foreign(found)
+        install_files(found, say=_say)
         return
     if not install and not diff:
         _print_files(files)
@@ -151,7 +153,7 @@ def shell(
 ) -> None:
     """Make one bash script of the plan."""
     from zenlaunch.compose import compose, read_machine
-    from zenlaunch.installed import Change, install_files
+    from zenlaunch.installed import changes, install_files, refuse_foreign
     from zenlaunch.render import RENDERERS, RenderOptions
 
     only_one({"--machine": machine, "--sysroot": sysroot})
@@ -165,7 +167,10 @@ def shell(
     if output is None:
         sys.stdout.write(file.text)
         return
-    install_files([Change(path=output, new=file.text, old=None, mode=file.mode)], say=_say)
+    here_file = replace(file, path=output.name)
+    written = changes([here_file], output.absolute().parent, name=options.name)
+    refuse_foreign(written)
+    install_files(written, say=_say)
 
 
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file of the units.")]
