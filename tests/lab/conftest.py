@@ -1,4 +1,4 @@
-"""The lab's image: built once, then kept in .cache/lab."""
+"""The lab's image: built once, then kept in .cache/lab-debian."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Build the guest of the NUMA lab: a small Debian with a kernel, an initrd of our own and a disk.
 
-Owns what is in the image and its cache (`.cache/lab/`, each part named after a hash of what it is
-made from). Does not boot anything (that is `guest`). Needs root for debootstrap; where something is
-missing, `Unavailable` says what. The mirror is the one that apt of this machine uses.
+Owns what is in the image and its cache (`.cache/lab-debian/`, each part named after a hash of what
+it is made from). Does not boot anything (that is `vm`). Needs root for debootstrap; where something
+is missing, `Unavailable` says what. The mirror is the one that apt of this machine uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent.parent
-CACHE = REPOSITORY / ".cache" / "lab"
+CACHE = REPOSITORY / ".cache" / "lab-debian"
 SUITE = "bookworm"  # Debian 12: systemd 252, Python 3.11, Linux 6.1
 NEEDED = ("qemu-system-x86", "debootstrap", "e2fsprogs")
 PACKAGES = (

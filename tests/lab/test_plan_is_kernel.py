@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lab.guest import Result, boot
 from lab.image import Image
+from lab.vm import Result, boot
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 

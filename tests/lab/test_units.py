@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from lab.guest import Result, boot
 from lab.image import Image
 from lab.test_plan_is_kernel import check_instance
+from lab.vm import Result, boot
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
 
