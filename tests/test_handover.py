@@ -62,13 +62,15 @@ def world(tmp_path: Path) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]
             env={**os.environ, "PYTHONPATH": str(tmp_path)},  # for what a test puts there
             stderr=log,
         )  # fmt: skip
-    wait_for(lambda: (get(port, "/health") or {}).get("status") == "ok")
-    yield port, admin, proxy
-    for pid in proxies(admin):
-        os.kill(pid, signal.SIGKILL)
-    engine.kill()
-    engine.wait()
-    proxy.wait()
+    try:
+        wait_for(lambda: (get(port, "/health") or {}).get("status") == "ok")
+        yield port, admin, proxy
+    finally:
+        for pid in proxies(admin):
+            os.kill(pid, signal.SIGKILL)
+        engine.kill()
+        engine.wait()
+        proxy.wait()
 
 
 class Stream(threading.Thread):

@@ -31,6 +31,7 @@ from zenlaunch.errors import RenderError
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
     from zenlaunch.render import RenderedFile, RenderOptions
+    from zenlaunch.spec import LaunchSpec
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 guard_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -87,7 +88,7 @@ def systemd(
 ) -> None:  # fmt: skip
     """Make systemd units of the plan: to the screen, a folder, or installed."""
     from zenlaunch.compose import compose, read_machine
-    from zenlaunch.installed import changes, diff_text, install_files
+    from zenlaunch.installed import changes, diff_text, install_files, refuse_foreign
     from zenlaunch.render import RENDERERS, RenderOptions
 
     only_one({"--output": output, "--install": install or None, "--diff": diff or None})
@@ -112,8 +113,11 @@ def systemd(
     )
     specs = tuple(replace(s, argv=_whole_program(s.argv, here=here)) for s in composed.specs)
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
+    _warn_of_private_paths(options, specs)
     if output is not None:
-        install_files(changes(files, output, name=name), say=_say)
+        found = changes(files, output, name=name)
+        refuse_foreign(found)
+        install_files(found, say=_say)
         return
     if not install and not diff:
         _print_files(files)
@@ -149,7 +153,7 @@ def shell(
 ) -> None:
     """Make one bash script of the plan."""
     from zenlaunch.compose import compose, read_machine
-    from zenlaunch.installed import Change, install_files
+    from zenlaunch.installed import changes, install_files, refuse_foreign
     from zenlaunch.render import RENDERERS, RenderOptions
 
     only_one({"--machine": machine, "--sysroot": sysroot})
@@ -163,7 +167,10 @@ def shell(
     if output is None:
         sys.stdout.write(file.text)
         return
-    install_files([Change(path=output, new=file.text, old=None, mode=file.mode)], say=_say)
+    here_file = replace(file, path=output.name)
+    written = changes([here_file], output.absolute().parent, name=options.name)
+    refuse_foreign(written)
+    install_files(written, say=_say)
 
 
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file of the units.")]
@@ -248,6 +255,13 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
         elif word not in ("--install", "--diff", "--yes") and not word.startswith("--output="):
             kept.append(word)
     return tuple(kept)
+
+
+def _warn_of_private_paths(options: RenderOptions, specs: Sequence[LaunchSpec]) -> None:
+    """Say which programs the units' user will not be able to read: /root is for root alone."""
+    words = {*options.program, *(w for s in specs for w in s.argv), options.model_folder or ""}
+    for path in sorted(w for w in words if w.startswith("/root/")):
+        _say(f"warning: the user {options.user} cannot read {path}: /root is for root alone")
 
 
 def _refuse_unknown_sizes(composed: Composed) -> None:

@@ -29,6 +29,12 @@ class Change:
     mode: int
 
     @property
+    def foreign(self) -> bool:
+        """Say whether what is there now was made by somebody else."""
+        head = (self.old or "")[:400]
+        return self.old is not None and MADE_BY not in head and '"zenlaunch": ' not in head
+
+    @property
     def secret(self) -> bool:
         return self.mode & 0o077 == 0
 
@@ -83,6 +89,16 @@ def diff_text(found: Iterable[Change]) -> str:
             n=1,
         )
     return "".join(parts)
+
+
+def refuse_foreign(found: Iterable[Change]) -> None:
+    """Raise RenderError when a file that zenlaunch did not make would be overwritten."""
+    for change in found:
+        if change.foreign:
+            raise RenderError(
+                f"{change.path} is there and was not made by zenlaunch, so nothing was written",
+                hint="move it away, or name another place",
+            )
 
 
 def install_files(found: Iterable[Change], *, say: Callable[[str], None]) -> None:

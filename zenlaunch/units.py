@@ -173,6 +173,8 @@ def restart(units: Units, names: Sequence[str]) -> Iterator[str]:
     """
     for name in names:
         unit = units.unit(name)
+        # What an operator asks for does not count towards the start limit.
+        subprocess.run(["systemctl", "reset-failed", unit], check=False)
         done = subprocess.run(["systemctl", "restart", unit], check=False)
         if done.returncode or _show(units)[unit]["ActiveState"] != "active":
             raise LaunchError(f"{name} did not become ready again", hint=f"journalctl -u {unit}")

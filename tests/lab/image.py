@@ -174,6 +174,9 @@ def _furnish(root: Path, needs: list[str]) -> None:
     _write_program(root / "usr/local/bin/zenlaunch", '#!/bin/sh\nexec python3 -m zenlaunch "$@"\n')
     units = root / "etc/systemd/system"
     (units / "lab-agent.service").write_text(AGENT_UNIT)
+    for link in units.iterdir():  # masks of an earlier build from the same root
+        if link.is_symlink() and str(link.readlink()) == "/dev/null":
+            link.unlink()
     wants = units / "multi-user.target.wants"
     wants.mkdir(exist_ok=True)
     for link, target in [

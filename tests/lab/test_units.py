@@ -125,6 +125,14 @@ def test_stop_leaves_nothing(guest: Result) -> None:
     assert set(seen["states"].values()) == {"inactive"}
 
 
+def test_first_instance_fills_a_cold_cache(guest: Result) -> None:
+    seen = guest.json("cache.json")
+    assert seen["cold"]["i1_begun"] > seen["cold"]["i0_ready"]
+    waiting = "the compile cache is cold: waiting for zenlaunch-i0.service"
+    assert waiting in seen["cold"]["journal"]
+    assert waiting not in seen["warm"]["journal"]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ class Inherited:
     def serving(self) -> None:
         """Tell the one before that it may go."""
         with contextlib.suppress(OSError):
-            os.write(self.word, b"1")
+            os.write(self.word, str(os.getpid()).encode())
             os.close(self.word)
 
 
@@ -72,41 +71,40 @@ class Handover:
         self._under_way = True
         word_r, word_w = os.pipe()
         try:
-            pid = self._start(word_w)
-            os.close(word_w)
-            log.info("pid %d is to take over", pid)
-            served = await asyncio.to_thread(os.read, word_r, 1)
+            try:
+                shell = self._start(word_w)
+            finally:
+                os.close(word_w)
+            await asyncio.to_thread(os.waitpid, shell, 0)
+            log.info("a successor has been started")
+            word = await asyncio.to_thread(os.read, word_r, 20)
         except OSError as error:
             log.error("no successor: %s; this proxy goes on", error.strerror)
             return
         finally:
             os.close(word_r)
             self._under_way = False
-        if not served:
+        if not word:
             log.error("the successor ended before it served; this proxy goes on")
             return
         self.done = True
-        notify.notify(f"MAINPID={pid}")
+        notify.notify(f"MAINPID={word.decode()}")
         notify.stop()
         leave(signal.SIGTERM)
 
     def _start(self, word: int) -> int:
         fds = [os.dup(s.fileno()) if s is not None else None for s in self._sockets]
-        passed = [fd for fd in (*fds, word) if fd is not None]
-        for handed in passed:
-            os.set_inheritable(handed, True)
+        for handed in (*fds, word):
+            if handed is not None:
+                os.set_inheritable(handed, True)
         environ = {k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON}
         environ[VARIABLE] = ",".join("" if fd is None else str(fd) for fd in (*fds, word))
+        # Through a shell that ends at once, so that the successor is a child of systemd (or of our
+        # supervisor): systemd does not wait for the end of a main process that is not its child.
+        command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, *sys.orig_argv[1:]]
         try:
-            pid = os.posix_spawn(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+            return os.posix_spawn(command[0], command, environ)
         finally:
             for fd in fds:
                 if fd is not None:
                     os.close(fd)
-        threading.Thread(target=_reap, args=(pid,), daemon=True).start()
-        return pid
-
-
-def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)

@@ -171,7 +171,8 @@ PartOf={name}.target
 After=network.target
 RequiresMountsFor={paths(mounts)}
 # {BURST} starts within {window_s} s and no more: longer than {BURST} x (start + pause), so that an
-# engine which dies at the very end of each start trips it too. Then: systemctl reset-failed
+# engine which dies at the very end of each start trips it too. Starts by hand count as well:
+# systemctl reset-failed lets it start again (zenlaunch restart does so by itself).
 StartLimitIntervalSec={window_s}
 StartLimitBurst={BURST}
 

@@ -44,6 +44,7 @@ def main() -> None:
     commands()
     change_cpuset()
     stop()
+    cold_cache()
     refusals()
     start_limit()
     sh("systemctl enable zenlaunch.target")
@@ -246,6 +247,33 @@ def stop() -> None:
     wait_for("all are down", lambda: set(states().values()) == {"inactive"}, timeout_s=60)
     left = sh("ps -u zenlaunch -o pid=,args=", check=False)
     save("stop.json", {"rc": rc, "seconds": seconds, "states": states(), "left": left})
+
+
+def cold_cache() -> None:
+    """Two instances with one compile cache: i1 lets i0 fill it; warm, it does not wait."""
+    good = PLAN.read_text()
+    data = json.loads(good)
+    for name in ("i0", "i1"):
+        data["launch"][name]["compile_cache"] = "lab"
+    PLAN.write_text(json.dumps(data))
+    sh("install -d -o zenlaunch -g zenlaunch /var/cache/zenlaunch/vllm")
+    found = {}
+    for name in ("cold", "warm"):
+        step(f"{name} cache")
+        since = sh("date +%s").strip()
+        sh(f"systemctl start {UNITS[0]} {UNITS[1]}")
+        times = [
+            show(unit, "ExecMainStartTimestampMonotonic", "ActiveEnterTimestampMonotonic")
+            for unit in UNITS[:2]
+        ]
+        found[name] = {
+            "i0_ready": int(times[0]["ActiveEnterTimestampMonotonic"]),
+            "i1_begun": int(times[1]["ExecMainStartTimestampMonotonic"]),
+            "journal": sh(f"journalctl -o cat --no-pager --since @{since} -u {UNITS[1]}"),
+        }
+        sh(f"systemctl stop {UNITS[0]} {UNITS[1]} zenlaunch-proxy.socket")
+    PLAN.write_text(good)
+    save("cache.json", found)
 
 
 def refusals() -> None:
