@@ -17,8 +17,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory", "pools", "spec"),
     ("split",),
     (
-        "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
-        "proxy.routes", "proxy.sse",
+        "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
+        "proxy.retry", "proxy.routes", "proxy.sse",
     ),
     ("engines",),
     ("render",),
@@ -38,8 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 PURE = {
     "errors", "cpuset", "topology", "binding", "memory", "pools", "split", "plan", "spec",
     "lifecycle", "same_machine",
-    "engines", "render", "proxy.answers", "proxy.balancer", "proxy.http1", "proxy.retry",
-    "proxy.routes", "proxy.sse",
+    "engines", "render", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
+    "proxy.retry", "proxy.routes", "proxy.sse",
 }  # fmt: skip
 IMPURE = {
     "os", "subprocess", "asyncio", "socket", "time", "logging", "pathlib", "shutil", "tempfile",

@@ -673,7 +673,8 @@ def test_access_log(engines: Start, proxy: Start, tmp_path: Path) -> None:
     assert (first["path"], first["status"], first["upstream"]) == ("/v1/completions", 200, "i0")
     assert first["bytes_out"] > 0
     assert first["duration_s"] >= first["first_byte_s"] > 0
-    assert any(line["error"] == "truncated" for line in lines)
+    broken = next(line for line in lines if line["error"] == "truncated")
+    assert (broken["status"], broken["upstream"]) == (502, "i0")
     assert any(line["path"] == '/"odd~' and line["status"] == 404 for line in lines)
     assert "secret" not in path.read_text()
     assert "private" not in path.read_text()

@@ -15,9 +15,9 @@ from typing import Any
 import h11
 import pytest
 
+from zenlaunch.proxy.chunks import ChunkDecoder
 from zenlaunch.proxy.http1 import (
     BadMessage,
-    ChunkDecoder,
     ResponseHead,
     parse_request_head,
     problem_of_partial_head,

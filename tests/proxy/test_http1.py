@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events, chunk
 from zenlaunch.proxy.http1 import (
     BadMessage,
-    ChunkDecoder,
-    are_whole_events,
-    chunk,
     field,
     parse_request_head,
     parse_response_head,

@@ -17,10 +17,10 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, cast
 
 from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
+from zenlaunch.proxy.chunks import ChunkDecoder
 from zenlaunch.proxy.exchange import Exchange
 from zenlaunch.proxy.http1 import (
     BadMessage,
-    ChunkDecoder,
     RequestHead,
     field,
     parse_request_head,
@@ -176,6 +176,11 @@ class ClientConnection(asyncio.Protocol):
         if own is not None:
             own.cancel()
         self._drop_body()
+
+    @property
+    def draining(self) -> bool:
+        """Whether the proxy is stopping, so that no connection goes on."""
+        return self._hub.draining
 
     def forwarded(self, head: RequestHead) -> bytes:
         """Return the X-Forwarded-* lines for a request of this client."""

@@ -10,23 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from bisect import bisect_left
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from zenlaunch.proxy.answers import REASONS, error_body
+from zenlaunch.proxy.answers import error_body
 from zenlaunch.proxy.balancer import Lease, Outcome, Verdict
-from zenlaunch.proxy.http1 import (
-    LAST_CHUNK,
-    RequestHead,
-    ResponseHead,
-    chunk,
-    field,
-)
+from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
 from zenlaunch.proxy.metrics import SECONDS, Counters, bump
+from zenlaunch.proxy.reply import Reply
 from zenlaunch.proxy.retry import FIRST, Fault, History, Next, counts_against, decide
-from zenlaunch.proxy.sse import EventTracker, error_event
+from zenlaunch.proxy.sse import EventTracker
 from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
 
 if TYPE_CHECKING:
@@ -35,8 +29,6 @@ if TYPE_CHECKING:
     from zenlaunch.proxy.routes import Route
 
 log = logging.getLogger("zenlaunch.proxy")
-
-KEEPALIVE = b": keep-alive" + b" " * 1024 + b"\n\n"
 
 # What a client is told when nothing can be tried any more.
 _TOLD: dict[Fault, tuple[int, str, str]] = {
@@ -58,13 +50,11 @@ class Exchange:
     __slots__ = (
         "_body",
         "_body_bytes",
-        "_chunked_down",
         "_client",
         "_connection",
         "_counters",
         "_deadline",
         "_dial",
-        "_early",
         "_ended",
         "_error",
         "_first_byte_s",
@@ -73,12 +63,10 @@ class Exchange:
         "_held_bytes",
         "_history",
         "_hub",
-        "_keep",
         "_last_byte",
         "_lease",
-        "_length_down",
-        "_out_bytes",
         "_queued_at",
+        "_reply",
         "_request_fields",
         "_reserved_bytes",
         "_response",
@@ -87,11 +75,10 @@ class Exchange:
         "_stream_wanted",
         "_target",
         "_tracker",
-        "begun",
+        "_upstream",
         "key_name",
         "method",
         "request_id",
-        "write",
     )
 
     def __init__(
@@ -119,8 +106,8 @@ class Exchange:
         self.method = head.method
         self.request_id = request_id
         self.key_name = key_name
-        self.write = client.transport.write
-        self.begun = False
+        self._reply = Reply(client, head, request_id)
+        self._upstream = ""
         self._started = hub.now()
         self._history: History = FIRST
         self._lease: Lease | None = None
@@ -134,20 +121,15 @@ class Exchange:
         self._tracker: EventTracker | None = None
         self._held: list[bytes] | None = None
         self._held_bytes = 0
-        self._chunked_down = False
-        self._length_down = False
-        self._keep = head.keep_alive
-        self._early = False
         self._stream_wanted = False
         self._ended = False
         self._error = ""
         self._first_byte_s: float | None = None
-        self._out_bytes = 0
         self._request_fields = b""
 
     def __repr__(self) -> str:
         at = self._lease.upstream if self._lease else "nowhere"
-        return f"<Exchange {self.method} {self._route.path} at {at} begun={self.begun}>"
+        return f"<Exchange {self.method} {self._route.path} at {at} begun={self._reply.begun}>"
 
     # -- choosing and sending
 
@@ -209,6 +191,7 @@ class Exchange:
     def _go(self, lease: Lease, *, fresh: bool = False) -> None:
         hub = self._hub
         self._lease = lease
+        self._upstream = lease.upstream
         self._counters = hub.stats.of(lease.upstream)
         upstream = hub.upstreams.get(lease.upstream)
         if upstream is None:  # removed by a reload between choosing and sending
@@ -258,7 +241,7 @@ class Exchange:
     # -- what the upstream says
 
     def on_head(self, connection: UpstreamConnection, head: ResponseHead) -> None:
-        if head.status == 503 and not self.begun:
+        if head.status == 503 and not self._reply.begun:
             now = self._hub.now()
             lease = self._lease
             assert lease is not None
@@ -320,30 +303,16 @@ class Exchange:
     def relay(self) -> Relay | None:
         """Take whole chunks as they are once all before them has gone out the same way."""
         tracker = self._tracker
-        if self.begun and self._chunked_down and tracker is not None and tracker.at_rest:
+        if self._reply.takes_chunks and tracker is not None and tracker.at_rest:
             return self._relay_chunk
         return None
 
     def _relay_chunk(self, data: bytes) -> None:
-        # Most of the proxy's life is here. One system call at once is cheaper than the transport's
-        # queue; the transport still takes what the socket does not, and finds out what is broken.
-        # The descriptor is the connection's own: it is closed after `connection_lost` only.
-        size = len(data)
-        transport = self._client.transport
-        if transport.get_write_buffer_size() or transport.is_closing():
-            transport.write(data)
-        else:
-            try:
-                sent = os.write(self._client.fd, data)
-            except OSError:
-                sent = 0
-            if sent != size:
-                transport.write(data[sent:])
+        self._reply.relay(data)
         now = monotonic()
         counters = self._counters
         assert counters is not None
-        self._out_bytes += size
-        counters.bytes_received += size
+        counters.bytes_received += len(data)
         counters.events += data.count(b"\n\n")
         gaps = counters.gaps
         gap_s = now - self._last_byte
@@ -353,30 +322,32 @@ class Exchange:
 
     def on_end(self, connection: UpstreamConnection) -> None:
         self._connection = None
-        head, tracker = self._response, self._tracker
+        head, tracker, reply = self._response, self._tracker, self._reply
         assert head is not None
+        self._error = ""  # of an attempt before this one
         if tracker is not None:
             rest = tracker.flush()
             if not tracker.done and self._route.ends_with_done and head.status == 200:
-                self._failed(Fault.TRUNCATED if self.begun else Fault.DIED)
+                self._failed(Fault.TRUNCATED if reply.begun else Fault.DIED)
                 return
             if rest:
                 self._forward(rest)
             if tracker.error_status is not None:
                 self._error = "engine-error"
-        if self._early and tracker is None:
-            self._end_early_stream(b"".join(self._held or ()))
+        payload = b"".join(self._held or ())
+        if reply.early and tracker is None:
+            # The client was promised a stream: what came instead can be told as an event only.
+            reply.error_event(_one_line(payload, head.status))
+            self._end(self._outcome(head), status=head.status, keep=False)
             return
-        if not self.begun:
-            payload = b"".join(self._held or ())
-            self._write_head(head, length_bytes=len(payload), payload=payload)
-        elif self._chunked_down:
-            self.write(LAST_CHUNK)
-        self._end(self._outcome(head), status=head.status, keep=self._keep)
+        if not reply.begun:
+            self._begin(head, payload, length_bytes=len(payload))
+        reply.end()
+        self._end(self._outcome(head), status=head.status, keep=reply.keep)
 
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         self._connection = None
-        if self.begun and fault in (Fault.DIED, Fault.IDLE_RESET):
+        if self._reply.begun and fault in (Fault.DIED, Fault.IDLE_RESET):
             fault = Fault.TRUNCATED
         self._failed(fault)
 
@@ -390,99 +361,33 @@ class Exchange:
             return Outcome.FAILURE
         return Outcome.SUCCESS if status < 400 else Outcome.NEUTRAL
 
-    # -- to the client
-
     def _forward(self, payload: bytes) -> None:
-        if not self.begun:
-            head = self._response
-            assert head is not None
-            self._drop_body()
-            # An event stream's length is not passed on: an error event must fit in at any time.
-            length_bytes = head.length_bytes if self._tracker is None else None
-            self._write_head(head, length_bytes=length_bytes, payload=payload)
+        if self._reply.begun:
+            self._reply.body(payload)
             return
-        self._out_bytes += len(payload)
-        self.write(chunk(payload) if self._chunked_down else payload)
+        head = self._response
+        assert head is not None
+        # An event stream's length is not passed on: an error event must fit in at any time.
+        length_bytes = head.length_bytes if self._tracker is None else None
+        self._begin(head, payload, length_bytes=length_bytes)
 
-    def _write_head(self, head: ResponseHead, *, length_bytes: int | None, payload: bytes) -> None:
-        """Send the held head with the first bytes of the body, in one write."""
-        self.begun = True
+    def _begin(self, head: ResponseHead, payload: bytes, *, length_bytes: int | None) -> None:
+        self._drop_body()
         if self._client.paused:  # still full of an earlier answer
             self.pause()
-        self._out_bytes += len(payload)
-        if self._early:
-            self.write(chunk(payload) if self._chunked_down else payload)
-            return
-        has_body = self.method != "HEAD" and head.status not in (204, 304)
-        fields = head.down
-        if not has_body:
-            if head.length_bytes is not None and head.status != 204:
-                fields += b"content-length: %d\r\n" % head.length_bytes
-        elif length_bytes is not None:
-            fields += b"content-length: %d\r\n" % length_bytes
-            self._length_down = True
-        elif self._head.minor == 1:
-            fields += b"transfer-encoding: chunked\r\n"
-            self._chunked_down = True
-            payload = chunk(payload)
-        else:
-            self._keep = False
-        if self._tracker is not None:
-            if field(head.fields, b"x-accel-buffering") is None:
-                fields += b"x-accel-buffering: no\r\n"
-            if field(head.fields, b"cache-control") is None:
-                fields += b"cache-control: no-cache\r\n"
-        self._finish_head(b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason), fields, payload)
+        self._reply.begin(
+            head,
+            payload,
+            upstream=self._upstream,
+            length_bytes=length_bytes,
+            events=self._tracker is not None,
+        )
 
     def _drop_body(self) -> None:
         """Forget the request's body: it will not be sent again."""
         self._body = b""
         self._hub.body_bytes -= self._reserved_bytes
         self._reserved_bytes = 0
-
-    def _finish_head(self, line: bytes, fields: bytes, payload: bytes) -> None:
-        if self._hub.draining:
-            self._keep = False
-        upstream = self._lease.upstream.encode() if self._lease else b""
-        self.write(
-            b"%b%bx-request-id: %b\r\nx-zenlaunch-upstream: %b\r\n%b\r\n%b"
-            % (
-                line,
-                fields,
-                self.request_id.encode(),
-                upstream,
-                b"" if self._keep else b"connection: close\r\n",
-                payload,
-            )
-        )
-
-    def _keepalive(self) -> None:
-        """Send a comment while the engine is silent; the first gives up the holding of the head."""
-        if not (self._early or self.begun):
-            self._early = True
-            self._chunked_down = self._head.minor == 1
-            fields = b"content-type: text/event-stream; charset=utf-8\r\n"
-            fields += b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-            if self._chunked_down:
-                fields += b"transfer-encoding: chunked\r\n"
-            else:
-                self._keep = False
-            payload = chunk(KEEPALIVE) if self._chunked_down else KEEPALIVE
-            self._finish_head(b"HTTP/1.1 200 OK\r\n", fields, payload)
-        else:
-            self.write(chunk(KEEPALIVE) if self._chunked_down else KEEPALIVE)
-
-    def _end_early_stream(self, body: bytes) -> None:
-        """Tell a client whose head is out already of an answer that is not a stream."""
-        head = self._response
-        assert head is not None
-        try:
-            line = json.dumps(json.loads(body)).encode()
-        except ValueError:
-            line = error_body(head.status, "upstream_error", f"the instance said {head.status}")
-        event = error_event(line)
-        self.write(chunk(event) if self._chunked_down else event)
-        self._end(self._outcome(head), status=head.status, keep=False)
 
     # -- when things break
 
@@ -493,7 +398,7 @@ class Exchange:
             fault,
             lease.upstream,
             self._history,
-            begun=self.begun,
+            begun=self._reply.begun,
             stateless=self._route.stateless,
         )
         self._count_fault(fault, retried=after is not Next.GIVE_UP)
@@ -516,20 +421,17 @@ class Exchange:
     def _give_up(self, fault: Fault) -> None:
         status, code, message = _TOLD[fault]
         self._error = fault
-        if self.begun or self._early:
+        if self._reply.head_sent:
             self._break_off(status, error_body(status, code, message))
         else:
             self._refuse(status, code, message, retry_after=status == 503)
 
     def _break_off(self, status: int, body: bytes) -> None:
         """End a begun answer honestly: an error event where events are read, never a clean end."""
-        if self._tracker is not None or self._early:
-            event = error_event(body)
-            self.write(chunk(event) if self._chunked_down else event)
-        # Chunks without the last and a body shorter than its length show the break by themselves;
-        # where the end of the connection is the end of the body, only a reset does.
-        shown = self._chunked_down or self._length_down
-        self._end(Outcome.NEUTRAL, status=status, keep=False, reset=not shown)
+        reply = self._reply
+        if self._tracker is not None or reply.early:
+            reply.error_event(body)
+        self._end(Outcome.NEUTRAL, status=status, keep=False, reset=not reply.shows_a_break)
 
     def _refuse_none_usable(self) -> None:
         fault = self._error
@@ -541,19 +443,20 @@ class Exchange:
     def _refuse(self, status: int, code: str, message: str, *, retry_after: bool = False) -> None:
         self._error = self._error or code
         body = error_body(status, code, message)
-        if self._early:
+        reply = self._reply
+        if reply.early:
             self._break_off(status, body)
             return
         extra = b""
         if retry_after:
             wait_s = self._hub.balancer.retry_after_s(self._hub.now())
             extra = b"retry-after: %d\r\n" % wait_s
-        self._keep = self._keep and not self._hub.draining
+        keep = reply.keep and not self._hub.draining
         self._client.write_own(
-            status, body, request_id=self.request_id, keep_alive=self._keep, extra=extra
+            status, body, request_id=self.request_id, keep_alive=keep, extra=extra
         )
-        self._out_bytes += len(body)
-        self._end(Outcome.NEUTRAL, status=status, keep=self._keep, own=True)
+        reply.bytes_out += len(body)
+        self._end(Outcome.NEUTRAL, status=status, keep=keep, own=True)
 
     def client_gone(self) -> None:
         """Stop everything: the client has left."""
@@ -568,7 +471,7 @@ class Exchange:
             return
         self._error = "shutdown"
         message = "the proxy is shutting down"
-        if self.begun or self._early:
+        if self._reply.head_sent:
             self._break_off(503, error_body(503, "shutdown", message))
         else:
             self._refuse(503, "shutdown", message, retry_after=True)
@@ -594,12 +497,12 @@ class Exchange:
         if (
             self._stream_wanted
             and options.sse_keepalive_s is not None
-            and not self.begun
+            and not self._reply.begun
             and self._response is None
             and now - self._last_byte >= options.sse_keepalive_s
         ):
             self._last_byte = now
-            self._keepalive()
+            self._reply.comment(upstream=self._upstream)
 
     def _time_out(self, fault: Fault) -> None:
         assert self._connection is not None
@@ -660,7 +563,6 @@ class Exchange:
         if self._queued_at is not None:
             hub.waiting.remove(self)
             self._queued_at = None
-        upstream = self._lease.upstream if self._lease is not None else ""
         if self._lease is not None:
             retry_after_s = None
             if self._response is not None and outcome is Outcome.FAILURE:
@@ -680,11 +582,11 @@ class Exchange:
                 method=self.method,
                 path=self._route.path,
                 status=status,
-                upstream=upstream,
+                upstream=self._upstream,
                 request_id=self.request_id,
                 key=self.key_name,
                 bytes_in=self._body_bytes,
-                bytes_out=self._out_bytes,
+                bytes_out=self._reply.bytes_out,
                 first_byte_s=self._first_byte_s,
                 duration_s=now - self._started,
                 attempts=self._history.attempts + 1,
@@ -712,5 +614,9 @@ def _retry_after_s(head: ResponseHead) -> float | None:
     return float(value)
 
 
-assert set(_TOLD) == set(Fault)
-assert 503 in REASONS
+def _one_line(body: bytes, status: int) -> bytes:
+    """Return a JSON body as one line, or an error of our own when it is something else."""
+    try:
+        return json.dumps(json.loads(body)).encode()
+    except ValueError:
+        return error_body(status, "upstream_error", f"the instance said {status}")

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol, cast
 
+from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events
 from zenlaunch.proxy.http1 import (
     MAX_HEAD_BYTES,
     BadMessage,
-    ChunkDecoder,
     ResponseHead,
-    are_whole_events,
     parse_response_head,
 )
 from zenlaunch.proxy.options import UpstreamAddress
