@@ -267,7 +267,8 @@ class Child:
     async def _insist(self) -> None:
         """Do without the shim when it does not react: stopped by somebody, or stuck in an exec."""
         try:
-            await asyncio.wait_for(self.gone.wait(), SHIM_PATIENCE_S)
+            async with asyncio.timeout(SHIM_PATIENCE_S):
+                await self.gone.wait()
         except TimeoutError:
             for pid in (*tree(self.shim_pid)[1:], self.shim_pid):
                 with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ async def answer(
     """Do what a request asks: {"do": "status" | "restart" | "roll" | "down" | "reload", ...}.
 
     `about` is what stays the same (name, url, ...), `seen` what the last look at an instance's tree
-    found. Raises LaunchError for what cannot be done now, KeyError for an unknown member.
+    found. Raises LaunchError for what cannot be done, ValueError for an unknown command.
     """
     match request.get("do"):
         case "status":
@@ -35,7 +35,11 @@ async def answer(
         case "restart":
             if supervisor.stopping:
                 raise LaunchError("the deployment is stopping")
-            supervisor.restart(str(request["name"]))
+            name = str(request.get("name"))
+            names = [row.name for row in supervisor.status()]
+            if name not in names:
+                raise LaunchError(f"there is no {name}", hint=f"there are {', '.join(names)}")
+            supervisor.restart(name)
         case "roll":
             if not supervisor.roll():
                 raise LaunchError("a rolling restart is under way, or the deployment is stopping")

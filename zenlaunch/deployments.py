@@ -209,7 +209,7 @@ def _taken(root: Path, name: str) -> LaunchError:
     who = f" (pid {other.pid}{f', {other.url}' if other.url else ''})" if other else ""
     return LaunchError(
         f"the deployment {name!r} is up already{who}",
-        hint=f"`zenlaunch down {name}` ends it; `--name OTHER` starts one beside it",
+        hint=f"`zenlaunch down --name {name}` ends it; `--name OTHER` starts one beside it",
     )
 
 
@@ -222,7 +222,8 @@ def _refuse_overlap(wanted: tuple[Holding, ...], others: Iterable[Known], sysroo
         if cpus:
             raise LaunchError(
                 f"{who} holds CPUs {cpus}, which are wanted here too",
-                hint=f"give each its own with --cpus or --nodes, or `zenlaunch down {other.name}`",
+                hint="give each its own with --cpus or --nodes, or "
+                f"`zenlaunch down --name {other.name}`",
             )
         ports = {h.port: h.name for h in other.holdings}
         for holding in wanted:

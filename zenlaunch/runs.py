@@ -197,13 +197,27 @@ class Run:
             )
             around.emit(Spawned(name=spec.name, pid=self.child.pid, session=self.child.shim_pid))
             watching = asyncio.get_running_loop().create_task(self._watch(self.child))
-            await self.child.gone.wait()
+            await self._until_gone(self.child, watching)
         except LaunchError as e:
             self._refused, self._refused_hint = e.message, e.hint
         finally:
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+
+    @staticmethod
+    async def _until_gone(child: Child, watching: asyncio.Task[None]) -> None:
+        """Wait for the end of the tree; a bug in the watching ends it and is raised here."""
+        gone = asyncio.get_running_loop().create_task(child.gone.wait())
+        try:
+            await asyncio.wait({gone, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and watching.exception() is not None:
+                child.kill()
+            await gone
+        finally:
+            gone.cancel()
+        if watching.done():
+            watching.result()
 
     async def _wait_for_memory(self) -> None:
         """Wait until the nodes have the memory, since pages of an ended run go away slowly.

@@ -293,7 +293,9 @@ class Supervisor:
             event: lc.Event
             try:
                 wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-                event = await asyncio.wait_for(self._inbox.get(), wait)
+                # Not wait_for: before Python 3.12 it may swallow a cancellation.
+                async with asyncio.timeout(wait):
+                    event = await self._inbox.get()
             except TimeoutError:
                 event = lc.Tick()
             if self._bug is not None:

@@ -138,7 +138,8 @@ def test_commands_reach_the_supervisor(tmp_path: Path) -> None:
                     assert row["remote_page_ratio"] == 0.25
                     assert row["resident_bytes"] > 1 << 20
                     for bad, says in (
-                        ({"do": "restart", "name": "i9"}, "i9"),
+                        ({"do": "restart", "name": "i9"}, "there is no i9"),
+                        ({"do": "restart"}, "there is no None"),
                         ({"do": "dance"}, "there is no command 'dance'"),
                         ({}, "there is no command None"),
                     ):

@@ -27,6 +27,7 @@ from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError, ProxyError
 from zenlaunch.lifecycle import State
 from zenlaunch.spec import HealthCheck, LaunchSpec
+from zenlaunch.supervisor import run
 
 HERE = Path(__file__).parent
 
@@ -573,5 +574,32 @@ def test_what_numactl_refuses_is_explained(tmp_path: Path) -> None:
         assert outcome.error is not None
         assert "numactl cannot use a CPU of the plan" in outcome.error.message
         assert "zenlaunch probe" in (outcome.error.hint or "")
+
+    go(scene())
+
+
+def test_a_supervisor_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    async def scene() -> None:
+        pair = (engine("i0", "--children", "1", "--ignore-term"), engine("i1", "--never-listen"))
+        r = Running(deployment(tmp_path, *pair))
+        await r.__aenter__()
+        await r.until(lambda: r.of(events.BecameReady, "i0") and r.of(events.Spawned, "i1"))
+        r.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await r.task
+        assert left_of("test/") == []
+
+    go(scene())
+
+
+def test_a_reader_of_events_that_fails_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
+    def see(event: events.Event) -> None:
+        if isinstance(event, events.BecameReady):
+            raise RuntimeError("no more paper")
+
+    async def scene() -> None:
+        with pytest.raises(RuntimeError, match="no more paper"):
+            await run(deployment(tmp_path, engine("i0", "--children", "1")), on_event=see)
+        assert left_of("test/") == []
 
     go(scene())
