@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("screens", "units"),
     ("session",),
     ("cli_options",),
-    ("cli_run", "cli_render"),
+    ("cli_run", "cli_render", "cli_guard"),
     ("cli",),
     ("__main__",),
 )  # fmt: skip

@@ -18,7 +18,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from zenlaunch.errors import ZenlaunchError
 
     try:
-        from zenlaunch.cli import run
+        if argv[:1] == ["guard"]:
+            from zenlaunch.cli_guard import run
+        else:
+            from zenlaunch.cli import run
 
         sys.exit(run(argv))
     except ZenlaunchError as e:

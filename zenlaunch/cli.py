@@ -38,7 +38,6 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config", help="About the config file.")
 app.add_typer(cli_render.app, name="render", help="Make files that run the plan: systemd, shell.")
-app.add_typer(cli_render.guard_app, name="guard", help="What the units ask.", hidden=True)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,12 +1,11 @@
-"""The commands `render ...` and `guard ...`: wishes become files, and a unit asks its guard.
+"""The commands `render systemd` and `render shell`: wishes become files.
 
-Owns the options, what is shown before anything is written, and the writing. The texts come from
-`render`, the guard's questions from `guard`, what is on disk from `installed`.
+Owns the options, and what is shown and asked before anything is written. The texts come from
+`render`, what is on disk from `installed`.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from zenlaunch.spec import LaunchSpec
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-guard_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 DIFFERS = 5  # exit status of --diff when something differs
 
@@ -171,35 +169,6 @@ def shell(
     written = changes([here_file], output.absolute().parent, name=options.name)
     refuse_foreign(written)
     install_files(written, say=_say)
-
-
-PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file of the units.")]
-Instance = Annotated[str, typer.Option("--instance", help="Which instance.")]
-
-
-@guard_app.command("check")
-def guard_check(plan: PlanFile, instance: Instance) -> None:
-    """Before the start: refuse another machine, a wrong binding, a taken port, leftovers."""
-    from zenlaunch.guard import check, read_plan_file
-
-    check(read_plan_file(plan, instance), _say)
-
-
-@guard_app.command("ready")
-def guard_ready(plan: PlanFile, instance: Instance) -> None:
-    """After the start: wait until the engine serves."""
-    from zenlaunch.guard import read_plan_file, ready
-
-    pid = os.environ.get("MAINPID", "")
-    ready(read_plan_file(plan, instance), int(pid) if pid.isdigit() else None, _say)
-
-
-@guard_app.command("drain")
-def guard_drain(plan: PlanFile, instance: Instance) -> None:
-    """Before the stop: take the instance out of the proxy and wait for its requests."""
-    from zenlaunch.guard import drain, read_plan_file
-
-    drain(read_plan_file(plan, instance), _say)
 
 
 def _say(text: str) -> None:
