@@ -58,6 +58,13 @@ def test_help_names_every_command(zenlaunch: Run) -> None:
         (("proxy", "--upstream", "ftp://x", "--listen", "127.0.0.1:1"), 7, "ftp://x"),
         (("proxy", "--upstream", "http://127.0.0.1:1", "--listen", "x"), 2, "proxy.listen"),
         (("proxy",), 2, "Missing option '--upstream'"),
+        (("proxy", "--upstream", "a=http://x y:1"), 2, "an address has no blanks"),
+        (("status", "--name", "../x"), 2, "use letters, digits"),
+        (("logs", "i0", "--name", "x" * 300), 2, "use letters, digits"),
+        (("logs", "i0", "-n", "0"), 2, "is not in the range"),
+        (("plan", "m", "--json", "--explain"), 2, "cannot be combined"),
+        (("plan", "m", "--machine", ""), 2, "is empty"),
+        (("plan", "--engine", "command", "--", "--x{port}"), 2, "begins with a program"),
         (("up", "/no/such/model", "--python", "/bin/false"), 4, "/bin/false"),
     ],
 )
@@ -182,6 +189,72 @@ def test_a_reader_that_goes_is_no_error(trees: Callable[[str], Path]) -> None:
     )
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirect", "status", "said"),
+    [
+        (">/dev/full", 5, "cannot write the output: No space left"),
+        (">&-", 0, ""),
+        ("2>&- >/dev/null", 0, ""),
+        ("| true; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+)
+@pytest.mark.parametrize("output", ["--json", ""])
+def test_output_that_takes_no_more(
+    redirect: str, status: int, said: str, output: str, trees: Callable[[str], Path]
+) -> None:
+    # Many instances, so that the text is larger than what a pipe holds.
+    wish = f"--cores-per-instance 2 --sysroot {trees('epyc-9755-2s')} {output}"
+    done = subprocess.run(
+        ["bash", "-c", f"{PROGRAM} plan m {wish} {redirect}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_knows_ascii_only(trees: Callable[[str], Path]) -> None:
+    done = subprocess.run(
+        [PROGRAM, "plan", "ünï😀", "--sysroot", trees("epyc-9755-2s")],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\xfcn\\xef" in done.stdout
+
+
+def test_a_pipe_without_a_writer(zenlaunch: Run, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for args, status in ((("probe", "--from"), 3), (("plan", "m", "-f"), 2)):
+        result = zenlaunch(*args, str(pipe))
+        assert result.status == status
+        assert "nobody writes to this pipe" in result.err
+
+
+def test_process_substitution(trees: Callable[[str], Path]) -> None:
+    tree = trees("epyc-9755-2s")
+    done = subprocess.run(
+        ["bash", "-c", f"{PROGRAM} probe --json --from <({PROGRAM} probe --json --sysroot {tree})"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert json.loads(done.stdout)["online"] == "0-255"
+
+
+def test_a_file_without_end(zenlaunch: Run) -> None:
+    result = zenlaunch("probe", "--from", "/dev/zero")
+    assert result.status == 3
+    assert "larger than 64 MiB" in result.err
 
 
 def test_standard_input(trees: Callable[[str], Path], zenlaunch: Run) -> None:

@@ -11,6 +11,7 @@ from zenlaunch.memory import (
     DEFAULT_OVERHEAD_BYTES,
     InstanceMemory,
     ModelSizes,
+    Remedy,
     gib,
     ledger,
     size_instances,
@@ -106,3 +107,26 @@ def test_ledger_adds_up() -> None:
     assert ledger([NODE], [(3, unknown)], "8%")[0].planned_bytes is None
     assert gib(GIB) == "1.0 GiB"
     assert gib(1536 * GIB) == "1.5 TiB"
+
+
+def test_advice_is_of_the_option_that_was_typed() -> None:
+    """--instances gets --instances; memory that other nodes use too gets no number."""
+    for remedy, text in (
+        (Remedy(fewer=lambda k: f"--instances {2 * k}"), "fewer: --instances 6"),
+        (Remedy(fewer=lambda k: None), "smaller: --kv-cache 41G"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            size_instances(
+                NODE,
+                4,
+                MemoryConfig(kv_cache="44G"),
+                ModelSizes(weights_bytes=int(131.4 * GIB)),
+                remedy,
+            )
+        assert caught.value.hint
+        assert caught.value.hint.startswith(text)
+    with pytest.raises(PlanError) as caught:
+        size_instances(
+            NODE, 1, MemoryConfig(), ModelSizes(weights_bytes=900 * GIB), Remedy(larger_node=None)
+        )
+    assert "NPS" not in (caught.value.hint or "")

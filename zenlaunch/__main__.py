@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
+
+BROKEN_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
+CANNOT_WRITE = 5
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -15,26 +21,51 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(f"zenlaunch {__version__}")
         sys.exit(0)
+    _make_streams_safe()
     from zenlaunch.errors import ZenlaunchError
+    from zenlaunch.stdout import ReaderGoneError
 
     try:
-        if argv[:1] == ["guard"]:
-            from zenlaunch.cli_guard import run
-        else:
-            from zenlaunch.cli import run
+        from zenlaunch.cli import run
 
-        sys.exit(run(argv))
+        status = run(argv)
+        sys.stdout.flush()
+    except ReaderGoneError:
+        status = _cannot_write(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     except ZenlaunchError as e:
         from zenlaunch.output import make_console, print_error
 
         print_error(e, make_console(stderr=True))
-        sys.exit(e.exit_code)
+        status = e.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of a pipe has gone (`| head`). Python would complain once more at exit.
+        status = 130
+    except OSError as e:
+        status = _cannot_write(e)
+    sys.exit(status)
+
+
+def _make_streams_safe() -> None:
+    """Have text that a terminal cannot show escaped, and streams that are closed ignored."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _cannot_write(error: OSError) -> int:
+    """Return the status for an output that takes no more; any other OSError is a bug."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+        raise error
+    # Python would flush, and complain, once more at exit.
+    with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    if error.errno == errno.EPIPE:
+        return BROKEN_PIPE
+    with contextlib.suppress(OSError):
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+    return CANNOT_WRITE
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Owns the value and its numactl spelling. Does not decide bindings (that is `plan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +30,17 @@ class Binding:
     @property
     def policy(self) -> MemPolicy:
         return MemPolicy.BIND if self.mem_nodes else MemPolicy.DEFAULT
+
+
+def split_numactl(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (numactl's words, the program's) of what begins with `numactl_argv`."""
+    own = ("--physcpubind=", "--membind=")
+    at = 0
+    if argv and argv[0] == "numactl":
+        at = 1
+        while at < len(argv) and argv[at].startswith(own):
+            at += 1
+    return tuple(argv[:at]), tuple(argv[at:])
 
 
 def numactl_argv(binding: Binding) -> tuple[str, ...]:

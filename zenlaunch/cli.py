@@ -27,6 +27,7 @@ from zenlaunch.cli_options import (
     read_config,
     takes_wishes,
 )
+from zenlaunch.stdout import write_line
 
 app = typer.Typer(
     name="zenlaunch",
@@ -47,8 +48,18 @@ def run(argv: Sequence[str]) -> int:
     if "--" in args:
         at = args.index("--")
         args, engine_args = args[:at], tuple(args[at + 1 :])
-    status = app(args=args, prog_name="zenlaunch", obj=engine_args, standalone_mode=True)
-    return int(status or 0)
+    try:
+        status = app(args=args, prog_name="zenlaunch", obj=engine_args, standalone_mode=False)
+    except Exception as e:
+        # A mistake in the options: typer's own exceptions show themselves (and are of a class that
+        # moved between its versions).
+        if type(e).__name__ == "Abort":  # Ctrl-C
+            return 130
+        if not (hasattr(e, "show") and hasattr(e, "exit_code")):
+            raise
+        e.show()
+        return int(e.exit_code)
+    return status if isinstance(status, int) else 0
 
 
 @app.callback(invoke_without_command=True)
@@ -93,7 +104,7 @@ def probe(
 
     topology, _ = read_machine(source, sysroot)
     if as_json:
-        print(json.dumps(topology.to_dict(), indent=1))
+        write_line(json.dumps(topology.to_dict(), indent=1))
         return
     from zenlaunch.output import make_console, print_topology
 
@@ -125,11 +136,12 @@ def plan(
     from zenlaunch.compose import compose, read_machine
 
     only_one({"--machine": machine, "--sysroot": sysroot})
+    only_one({"--json": as_json or None, "--explain": explain or None})
     config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
     if as_json:
-        print(json.dumps(composed.to_dict(), indent=1))
+        write_line(json.dumps(composed.to_dict(), indent=1))
         return
     from zenlaunch.output import make_console, print_plan, print_steps
 
@@ -145,7 +157,7 @@ def config_schema() -> None:
     """Print the JSON Schema of the config file, for editors."""
     from zenlaunch.config import json_schema
 
-    print(json.dumps(json_schema(), indent=1))
+    write_line(json.dumps(json_schema(), indent=1))
 
 
 for _command in (

@@ -27,6 +27,7 @@ from zenlaunch.config import (
     validated,
 )
 from zenlaunch.errors import ConfigError
+from zenlaunch.named_file import read_named_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +179,9 @@ def read_config(
     if config_file is not None:
         source = str(config_file)
         try:
-            text = config_file.read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-            raise ConfigError(f"{config_file}: {reason}") from None
+            text = read_named_file(str(config_file))
+        except OSError as e:
+            raise ConfigError(f"{config_file}: {e.strerror}") from None
         config = load(text, source=source)
     given = dict(wishes)
     if (peers := given.get("proxy.trusted_peers")) is not None:

@@ -29,6 +29,7 @@ from zenlaunch.cli_options import (
 )
 from zenlaunch.config import Policy
 from zenlaunch.errors import ConfigError, LaunchError
+from zenlaunch.stdout import write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +40,16 @@ if TYPE_CHECKING:
     from zenlaunch.units import Units
     from zenlaunch.up import Folders
 
-Name = Annotated[str, typer.Option("--name", help="Name of the deployment.")]
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(f"--name {name!r}: use letters, digits, dot, dash and underscore")
+    return name
+
+
+Name = Annotated[
+    str, typer.Option("--name", callback=_checked_name, help="Name of the deployment.")
+]
 
 
 @takes_all_wishes
@@ -77,8 +87,6 @@ def up(
     from zenlaunch.output import make_console, print_plan
     from zenlaunch.up import choose_folders, refuse_other_machine, refuse_what_cannot_run
 
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(f"--name {name!r}: use letters, digits, dot, dash and underscore")
     if background is not None:
         os.chdir(background)  # where the user typed the command: its paths may be relative
     config = read_config(ctx, model, config_file, port, zentorch, wishes)
@@ -92,7 +100,7 @@ def up(
         print_plan(composed, console, dict(os.environ))
         return
     folders = choose_folders(name, os.environ)
-    if detach:
+    if detach and background is None:
         _detach(name, folders, console)
         return
     outcome = _run_here(
@@ -137,7 +145,8 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
     """Start the same command in the background and wait until it is ready or has ended."""
     from zenlaunch import detach as background
 
-    here = [word for word in sys.argv[1:] if word not in ("-d", "--detach")]
+    # The child sees --detach too, and --background, which makes it stay.
+    here = sys.argv[1:]
     at = here.index("--") if "--" in here else len(here)
     argv = [
         *(sys.executable, "-m", "zenlaunch"),
@@ -206,6 +215,8 @@ def proxy(
     pairs = []
     for k, text in enumerate(upstream):
         name, sep, url = text.partition("=")
+        if any(c.isspace() for c in text):
+            raise ConfigError(f"--upstream {text!r}: an address has no blanks")
         pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
     options = proxy_options(
         config.proxy,
@@ -229,7 +240,7 @@ def status(as_json: AsJson = False, name: Name = "default") -> None:
     else:
         document = _ask(name, {"do": "status"})["status"]
     if as_json:
-        print(json.dumps(document, indent=1))
+        write_line(json.dumps(document, indent=1))
         return
     print_status(document, make_console())
 
@@ -245,7 +256,7 @@ def verify(as_json: AsJson = False, name: Name = "default") -> None:
     else:
         found = _ask(name, {"do": "verify"}, timeout_s=300)["verify"]
     if as_json:
-        print(json.dumps(found, indent=1))
+        write_line(json.dumps(found, indent=1))
     else:
         print_verify(found, make_console())
     if not all(one["ok"] for one in found.values()):
@@ -257,7 +268,7 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with new lines.", show_default=False)
     ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines.")] = 50,
     name: Name = "default",
 ) -> None:
     """Print the last lines of an instance's log."""
@@ -274,7 +285,7 @@ def logs(
         raise LaunchError(f"there is no log of {member!r} in {folder}", hint=f"logs: {there}")
     stop = (lambda: False) if follow else None
     for line in control.follow(path, last=lines, stop=stop):
-        print(line, flush=follow)
+        write_line(line)
 
 
 def restart(
@@ -296,16 +307,18 @@ def restart(
             print(f"restarted: {done_name}", flush=True)
         return
     before = _ask(name, {"do": "status"})["status"]
+    counts = {row["name"]: row["restarts"] for row in _members(before)}
+    if member is not None and member not in counts:
+        raise LaunchError(f"there is no {member!r} in {name}", hint=f"one of {', '.join(counts)}")
     if rolling:
         _ask(name, {"do": "roll"})
         names = [row["name"] for row in before["instances"]]
     else:
         names = [str(member)]
         _ask(name, {"do": "restart", "name": member})
-    counts = {row["name"]: row["restarts"] for row in before["instances"]}
     while True:
         now = _ask(name, {"do": "status"})["status"]
-        rows = {row["name"]: row for row in now["instances"]}
+        rows = {row["name"]: row for row in _members(now)}
         failed = now["rolling_failed"] or next(
             (n for n in names if rows[n]["state"] == "failed"), None
         )
@@ -348,6 +361,11 @@ def _units(name: str) -> Units | None:
     if any(one.running and one.name == name for one in deployments.known(root)):
         return None
     return units.find(name)
+
+
+def _members(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the instances and of the proxy."""
+    return [*status["instances"], *([status["proxy"]] if status["proxy"] else [])]
 
 
 def _find(name: str) -> Known:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zenlaunch.binding import split_numactl
 from zenlaunch.config import Config
 from zenlaunch.engines import ENGINES, EngineChoice, EngineFacts
 from zenlaunch.errors import ConfigError, TopologyError
 from zenlaunch.memory import ModelSizes
+from zenlaunch.named_file import read_named_file
 from zenlaunch.plan import Plan, make_plan
 from zenlaunch.probe.host import find_engine
 from zenlaunch.probe.model import find_model, read_sizes
@@ -55,6 +56,8 @@ def read_machine(machine: str | None, sysroot: Path | None) -> tuple[Topology, b
 
     Returns the topology and whether it is this machine. Raises TopologyError.
     """
+    if machine == "":
+        raise ConfigError("the name of the machine's file is empty")
     if machine is not None:
         from zenlaunch.probe.read import read_source
 
@@ -111,12 +114,7 @@ def shell_words(spec: LaunchSpec) -> list[list[str]]:
     """Return the command in groups of words: variables taken out, variables set, program parts."""
     words = [["env", *(w for name in spec.unset for w in ("-u", name))]]
     words.append([f"{name}={value}" for name, value in spec.env.items()])
-    argv: Sequence[str] = spec.argv
-    if argv[0] == "numactl":
-        first = next(i for i, word in enumerate(argv) if i and not word.startswith("--"))
-        words.append(list(argv[:first]))
-        argv = argv[first:]
-    words.append(list(argv))
+    words += [list(part) for part in split_numactl(spec.argv)]
     return [group for group in words if group]
 
 
@@ -132,9 +130,7 @@ def inherited(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _read_text(name: str) -> str:
     try:
-        if name == "-":
-            return sys.stdin.buffer.read().decode(errors="replace")
-        return Path(name).read_bytes().decode(errors="replace")
+        return read_named_file(name)
     except OSError as e:
         raise TopologyError(
             f"{name}: {e.strerror}",

@@ -38,7 +38,10 @@ def start(
                 cwd="/",
             )
     except OSError as e:
-        raise LaunchError(f"cannot start {argv[0]} in the background: {e.strerror}") from e
+        raise LaunchError(
+            f"cannot start in the background: {e.filename or argv[0]}: {e.strerror}",
+            hint=f"its talk goes to {output}; XDG_STATE_HOME chooses another folder",
+        ) from e
 
 
 def wait_ready(
@@ -61,7 +64,8 @@ def wait_ready(
                 status = control.ask(socket, {"do": "status"})["status"]
             except LaunchError:
                 status = None  # it has just made the socket, or is just leaving
-        if status is not None:
+        # Another deployment of this name may hold the socket until ours has been refused.
+        if status is not None and status.get("pid") == process.pid:
             on_status(status)
             if status["state"] == "ready":
                 return None

@@ -7,7 +7,7 @@ checked by `up`, so that the same machine gives the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zenlaunch.config import GIB, MemoryConfig, parse_percent, parse_size
@@ -77,6 +77,18 @@ class NodeLedger:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What to type when a node cannot hold its instances.
+
+    `fewer` turns the number that would fit into an option, None where no number would help.
+    `larger_node` says how a node gets more memory, None where it cannot.
+    """
+
+    fewer: Callable[[int], str | None] = lambda k: f"--instances-per-node {k}"
+    larger_node: str | None = "fewer NUMA nodes per socket (BIOS: NPS1)"
+
+
 def gib(n: int) -> str:
     """Print bytes as MiB, GiB or TiB, as large as they are."""
     if n < GIB // 10:
@@ -92,7 +104,11 @@ def available_bytes(node: NumaNode, margin: str) -> int | None:
 
 
 def size_instances(
-    node: NumaNode | None, count: int, wish: MemoryConfig, model: ModelSizes
+    node: NumaNode | None,
+    count: int,
+    wish: MemoryConfig,
+    model: ModelSizes,
+    remedy: Remedy = Remedy(),
 ) -> InstanceMemory:
     """Return the memory of each of `count` equal instances on a node (None: a machine without).
 
@@ -103,7 +119,7 @@ def size_instances(
     overhead = parse_size(wish.overhead) if wish.overhead is not None else DEFAULT_OVERHEAD_BYTES
     room = available_bytes(node, wish.margin) if node is not None else None
     if node is not None and room is not None and weights is not None and weights + overhead > room:
-        raise _too_large(node, room, weights, overhead)
+        raise _too_large(node, room, weights, overhead, remedy)
     kv: int | None
     if wish.kv_cache != "auto":
         kv = parse_size(wish.kv_cache)
@@ -113,10 +129,10 @@ def size_instances(
         assert node is not None
         kv = (room - count * (weights + overhead)) // count // GIB * GIB
         if kv < GIB:
-            raise _no_room_for_kv(node, room, count, weights, overhead)
+            raise _no_room_for_kv(node, room, count, weights, overhead, remedy)
     memory = InstanceMemory(weights_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
     if node is not None and room is not None and memory.total_bytes is not None:
-        _check_fits(node, room, count, memory, wish.margin)
+        _check_fits(node, room, count, memory, wish.margin, remedy)
     _check_one_sequence(memory, model)
     return memory
 
@@ -145,23 +161,25 @@ def _source(node: NumaNode) -> str:
     return f"(sys/devices/system/node/node{node.id}/meminfo)"
 
 
-def _too_large(node: NumaNode, room: int, weights: int, overhead: int) -> PlanError:
+def _too_large(node: NumaNode, room: int, weights: int, overhead: int, remedy: Remedy) -> PlanError:
     assert node.memory_bytes is not None
     return PlanError(
         f"one copy of the model does not fit node {node.id}: {gib(weights)} weights + "
         f"{gib(overhead)} overhead;\n  it has {gib(node.memory_bytes)}, {gib(room)} of it for "
         f"engines ({gib(weights + overhead - room)} too little)",
-        hint="an instance never spans NUMA nodes: fewer nodes per socket (BIOS: NPS1) makes each "
-        f"larger; or a smaller or quantized model   {_source(node)}",
+        hint="an instance never spans NUMA nodes: "
+        + (f"{remedy.larger_node} makes each larger; or " if remedy.larger_node else "")
+        + f"a smaller or quantized model   {_source(node)}",
     )
 
 
 def _no_room_for_kv(
-    node: NumaNode, room: int, count: int, weights: int, overhead: int
+    node: NumaNode, room: int, count: int, weights: int, overhead: int, remedy: Remedy
 ) -> PlanError:
     assert node.memory_bytes is not None
     fewer = min(count - 1, room // (weights + overhead + GIB))
-    advice = [f"fewer: --instances-per-node {fewer}"] if fewer >= 1 else []
+    option = remedy.fewer(fewer) if fewer >= 1 else None
+    advice = [f"fewer: {option}"] if option else []
     advice.append("smaller: a quantized model, or a lower --overhead if you know that it is enough")
     return PlanError(
         f"node {node.id} has no room for a KV cache: {count} x ({gib(weights)} weights + "
@@ -171,7 +189,9 @@ def _no_room_for_kv(
     )
 
 
-def _check_fits(node: NumaNode, room: int, count: int, memory: InstanceMemory, margin: str) -> None:
+def _check_fits(
+    node: NumaNode, room: int, count: int, memory: InstanceMemory, margin: str, remedy: Remedy
+) -> None:
     each = memory.total_bytes
     assert each is not None
     assert memory.weights_bytes is not None
@@ -181,15 +201,16 @@ def _check_fits(node: NumaNode, room: int, count: int, memory: InstanceMemory, m
     if planned <= room:
         return
     advice = []
-    if count > 1 and room // each >= 1:
-        advice.append(f"fewer: --instances-per-node {room // each}")
+    if count > 1 and room // each >= 1 and (option := remedy.fewer(room // each)):
+        advice.append(f"fewer: {option}")
     smaller = (room // count - memory.weights_bytes - memory.overhead_bytes) // GIB
     if smaller >= 1:
         advice.append(f"smaller: --kv-cache {smaller}G")
     percent = int((1 - planned / node.memory_bytes) * 100)
     if 1 <= percent < parse_percent(margin) * 100:
         advice.append(f"more: --memory-margin {percent}%")
-    advice = advice or ["a smaller model, or fewer NUMA nodes per socket (BIOS: NPS1)"]
+    if not advice:
+        advice = ["a smaller model" + (f", or {remedy.larger_node}" if remedy.larger_node else "")]
     raise PlanError(
         f"node {node.id} cannot hold this: {count} x ({gib(memory.weights_bytes)} weights + "
         f"{gib(memory.kv_bytes)} KV + {gib(memory.overhead_bytes)}) = {gib(planned)};\n  it has "

@@ -20,6 +20,7 @@ from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError, ZenlaunchError
 from zenlaunch.memory import gib
 from zenlaunch.plan import Plan
+from zenlaunch.stdout import ReaderGoneError, write_line
 from zenlaunch.topology import Core, Note, Severity, Topology
 
 WIDTH = 80
@@ -32,7 +33,14 @@ def make_console(*, stderr: bool = False) -> Console:
     """Return a console that never wraps our text: a pasted command must stay whole."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDTH
-    return Console(stderr=stderr, width=width, soft_wrap=True, highlight=False, markup=False)
+    return _Console(stderr=stderr, width=width, soft_wrap=True, highlight=False, markup=False)
+
+
+class _Console(Console):
+    """A console that lets the entry point decide what a reader that has gone means."""
+
+    def on_broken_pipe(self) -> None:
+        raise ReaderGoneError
 
 
 def print_error(error: ZenlaunchError, console: Console) -> None:
@@ -143,9 +151,11 @@ def print_plan(composed: Composed, console: Console, environ: dict[str, str]) ->
         reason = f"{instance.name}: {instance.reason}"
         for line in textwrap.wrap(reason, WIDTH - 2, subsequent_indent="    "):
             console.print(Text(f"# {line}", style="dim"))
-        console.print(_command(shell_words(spec)))
+        # Not through rich: it would turn a tab into blanks.
+        write_line(_command(shell_words(spec)))
     console.print()
-    console.print(_ledger_table(plan))
+    if plan.memory:
+        console.print(_ledger_table(plan))
     print_notes(plan.notes, console)
     if composed.specs and (removed := inherited(composed.specs[0], environ)):
         print_note(
@@ -306,7 +316,7 @@ def _times(count: int, n: int | None) -> str:
     return "unknown" if n is None else f"{count} x {gib(n)}" if count > 1 else gib(n)
 
 
-def _command(groups: Sequence[Sequence[str]]) -> Text:
+def _command(groups: Sequence[Sequence[str]]) -> str:
     """Break a command into lines that a shell joins again; "-u NAME" stays together."""
     lines = []
     for k, group in enumerate(groups):
@@ -317,7 +327,7 @@ def _command(groups: Sequence[Sequence[str]]) -> Text:
                 line = "   "
             line += (" " if line else "") + word.replace("\0", " ")
         lines.append(line)
-    return Text(" \\\n".join(lines))
+    return " \\\n".join(lines)
 
 
 def print_notes(notes: Iterable[Note], console: Console) -> None:

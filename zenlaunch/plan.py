@@ -19,6 +19,7 @@ from zenlaunch.memory import (
     InstanceMemory,
     ModelSizes,
     NodeLedger,
+    Remedy,
     gib,
     ledger,
     size_instances,
@@ -189,7 +190,7 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
         )
         for cores in deal(own, count, decided.size, split.layout)
     ]
-    instances = _make_instances(config, split, sizes, dealt, decided)
+    instances = _make_instances(topology, config, split, sizes, dealt, decided)
     proxy_cpus, proxy_notes = _place_proxy(topology, split, pools[0], instances, decided)
     used = union(i.cpus for i in instances) | proxy_cpus
     spare = union(pool.all_cpus for pool in pools) - used
@@ -307,7 +308,29 @@ def _home_notes(dealt: Sequence[_Share]) -> list[Note]:
     return list(dict.fromkeys(notes))
 
 
+def _remedy(topology: Topology, config: Config, dealt: Sequence[_Share], home: int) -> Remedy:
+    """Return what could be typed when node `home` cannot hold the instances that use it."""
+    users = {id(s.pool) for s in dealt if s.home is not None and s.home.id == home}
+    pools = len({id(s.pool) for s in dealt})
+
+    def fewer(k: int) -> str | None:
+        if len(users) > 1:  # instances of other nodes use this memory too: no option counts them
+            return "--nodes, to leave out some of those that use its memory"
+        if config.split.recipe is not None:
+            return f"--instances-per-node {k}, without the recipe"
+        if config.split.instances is not None:
+            return f"--instances {k * pools}"
+        return f"--instances-per-node {k}"
+
+    larger = None
+    if len([n for n in topology.nodes if n.cpus]) > len(topology.packages) >= 1:
+        amd = topology.machine.vendor == "AuthenticAMD"
+        larger = "fewer NUMA nodes per socket" + (" (BIOS: NPS1)" if amd else " (BIOS)")
+    return Remedy(fewer=fewer, larger_node=larger)
+
+
 def _make_instances(
+    topology: Topology,
     config: Config,
     split: SplitConfig,
     sizes: ModelSizes,
@@ -319,7 +342,7 @@ def _make_instances(
     for k, share in enumerate(dealt):
         pool, home = share.pool, share.home
         # vLLM cuts its reserve from the end of the CPU numbers, so the plan does the same.
-        by_number = sorted(share.cores, key=lambda core: core.id)
+        by_number = sorted(share.cores, key=lambda core: pool.cpus[core.id].first)
         reserved = pool.of(by_number[len(by_number) - decided.reserve :])
         instances.append(
             PlannedInstance(
@@ -329,7 +352,13 @@ def _make_instances(
                 reserved_cpus=reserved,
                 node=None if pool.node is None else pool.node.id,
                 mem_nodes=EMPTY if home is None else CpuSet([home.id]),
-                memory=size_instances(home, homes.count(home), config.memory, sizes),
+                memory=size_instances(
+                    home,
+                    homes.count(home),
+                    config.memory,
+                    sizes,
+                    _remedy(topology, config, dealt, -1 if home is None else home.id),
+                ),
                 reason=_reason(split, share, reserved),
             )
         )
@@ -339,20 +368,25 @@ def _make_instances(
 def _reason(split: SplitConfig, share: _Share, reserved: CpuSet) -> str:
     pool, cores = share.pool, share.cores
     domains = len({core.l3 for core in cores if core.l3 is not None})
-    how = f"{len(cores)} of {pool.name}'s {len(pool.cores)} cores"
+    how = f"{len(cores)} of {pool.name}'s {len(pool.cores)} core{'s' * (len(pool.cores) != 1)}"
     if share.count > 1:
         if split.layout is Layout.L3:
             how += f", {domains} L3 domain{'s' * (domains != 1)} of its own"
         elif split.layout is Layout.CONTIGUOUS:
             how += ", next to each other"
         else:
-            how += f", every {_ORDINALS.get(share.count, f'{share.count}th')} one"
+            how += f", every {_ordinal(share.count)} one"
             if domains > 1:
                 how += f", so that it draws on {domains} L3 domains"
     threads = len(pool.of(cores) - reserved)
     kept = f", CPU {reserved} for its API server and engine core" if reserved else ""
     bound = f"memory bound to node {share.home.id}" if share.home else "memory not bound (no nodes)"
     return f"{how} ({threads} engine thread{'s' * (threads != 1)}{kept}); {bound}"
+
+
+def _ordinal(n: int) -> str:
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return _ORDINALS.get(n, f"{n}{ending}")
 
 
 def _place_proxy(

@@ -84,6 +84,10 @@ def usable_pools(
             "--threads-per-core 2 needs SMT, and no core here has two usable CPUs",
             hint="plan with --threads-per-core 1",
         )
+    left = usable - union(used.values()) if split.cpus is not None or wanted > 1 else CpuSet()
+    if left:
+        why = "their core's other CPU is used" if wanted == 1 else "their core has no second CPU"
+        notes.append(note("cpus-left-out", f"CPUs {left} are left out: {why}."))
     pools = _group(topology, split, cores, used, notes)
     steps.append(
         Step(

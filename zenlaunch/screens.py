@@ -5,6 +5,7 @@ Like `output`: readable without colour, made for 80 columns, decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from zenlaunch.memory import gib
 from zenlaunch.observe import Verification
 from zenlaunch.output import print_note
 from zenlaunch.plan import Plan
+from zenlaunch.stdout import ReaderGoneError
 
 
 class UpScreen:
@@ -37,6 +39,7 @@ class UpScreen:
         self._what: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._live: Live | None = None
+        self._deaf = False
         if console.is_terminal and not quiet:
             self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4)
 
@@ -51,12 +54,21 @@ class UpScreen:
     def settle(self) -> None:
         """Leave the table as it is; what comes later is printed below it."""
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError, ReaderGoneError):
+                self._live.stop()
             self._live = None
 
     def say(self, text: str, style: str = "") -> None:
-        """Print one line above the table."""
-        (self._live.console if self._live else self._console).print(Text(text, style=style))
+        """Print one line above the table.
+
+        A terminal that is gone, or a full disk, ends the talk and nothing else.
+        """
+        if self._deaf:
+            return
+        try:
+            (self._live.console if self._live else self._console).print(Text(text, style=style))
+        except (OSError, ReaderGoneError):
+            self._deaf = True
 
     def handle(self, event: events.Event) -> None:
         """Show one event."""
@@ -102,7 +114,7 @@ class UpScreen:
             return
         self._what[name] = what
         if self._live is None and not self._quiet:
-            self._console.print(Text(f"{name:<6}{self._place(name):<9}{what}"))
+            self.say(f"{name:<6}{self._place(name):<9}{what}")
 
     def _place(self, name: str) -> str:
         node = self._nodes.get(name)
@@ -139,7 +151,12 @@ def print_status(document: Mapping[str, Any], console: Console) -> None:
         "inst", "state", "node", "cores", "running", "waiting", "KV", "tok/s", "RSS", "remote",
         "restarts",
     ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("inst", "state") else "right")
+        table.add_column(
+            name,
+            justify="left" if name in ("inst", "state") else "right",
+            no_wrap=True,
+            min_width=max(len(name), 8 if name == "state" else 0),
+        )
     for row in rows:
         remote = row["remote_page_ratio"]
         table.add_row(

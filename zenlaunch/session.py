@@ -8,6 +8,7 @@ view is taken in full once at each ready, then cheaply every minute; a drift is 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from typing import Any
 
@@ -112,7 +113,7 @@ class Session:
     async def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("do") == "verify":
             return {"verify": await self._verify()}
-        about = {"name": self._deployment.name, "url": self._url}
+        about = {"name": self._deployment.name, "url": self._url, "pid": os.getpid()}
         return await commands.answer(self._held[0], request, about=about, seen=self._seen)
 
     async def _verify(self) -> dict[str, Any]:

@@ -65,6 +65,12 @@ def decide_split(
     siblings = idle_siblings(topology, split, pools[0])
     asked = split.reserve_proxy
     proxy_cores = 0 if asked is None or asked <= siblings else asked
+    if proxy_cores >= len(pools[0].cores):
+        raise PlanError(
+            f"--reserve-proxy {proxy_cores} leaves no core for instances on {pools[0].name}: "
+            f"it has {len(pools[0].cores)} usable",
+            hint="reserve fewer, or 0: the proxy is then not pinned",
+        )
     fit = _fit(split, pools, proxy_cores)
     if fit is None:
         raise _does_not_fit(split, pools, proxy_cores)
@@ -74,28 +80,40 @@ def decide_split(
         if with_core and with_core[0] == fit[0] and with_core[1] >= MIN_CORES_BESIDE_PROXY:
             fit, proxy_cores = with_core, 1
     counts, size = fit
-    for pool, count in zip(pools, counts, strict=True):
+    for k, (pool, count) in enumerate(zip(pools, counts, strict=True)):
         if count == 0 and split.instances is None:
+            kept = f", {proxy_cores} of them for the proxy" if k == 0 and proxy_cores else ""
             notes.append(
                 note(
                     "node-left-out",
-                    f"{pool.name} has {len(pool.cores)} usable cores, too few for an instance as "
-                    f"large as the others ({size} cores); --nodes plans it by itself.",
+                    f"{pool.name} has {len(pool.cores)} usable cores{kept}: too few for an "
+                    f"instance as large as the others ({size} cores); --nodes plans it by itself.",
                     Severity.WARNING,
                 )
             )
-    if size < SMALL_INSTANCE and len(pools) > len(topology.packages) >= 1:
-        notes.append(
-            note(
-                "small-nodes",
-                f"{len(pools)} NUMA nodes on {len(topology.packages)} socket(s) leave {size} cores "
-                "for each instance; fewer nodes per socket (BIOS: NPS1, and L3 as NUMA off) would "
-                "make larger ones.",
-                Severity.WARNING,
-            )
-        )
+    notes += _small_nodes(topology, split, pools)
     reserve = _reserve(split, size, notes)
     return Split(counts=counts, size=size, reserve=reserve, proxy_cores=proxy_cores), notes
+
+
+def _small_nodes(topology: Topology, split: SplitConfig, pools: Sequence[Pool]) -> list[Note]:
+    """Say what would make larger instances, where the nodes are what makes them small."""
+    largest = max(len(pool.cores) for pool in pools)
+    chosen = (split.instances, split.instances_per_node, split.cores_per_instance, split.cpus)
+    many = len(pools) > len(topology.packages) >= 1
+    if largest >= SMALL_INSTANCE or not many or any(wish is not None for wish in chosen):
+        return []
+    amd = topology.machine.vendor == "AuthenticAMD"
+    how = "BIOS: NPS1, and L3 as NUMA off" if amd else "a setting of the BIOS"
+    return [
+        note(
+            "small-nodes",
+            f"{len(pools)} NUMA nodes on {len(topology.packages)} socket(s) leave at most "
+            f"{largest} cores for an instance; fewer nodes per socket ({how}) would make "
+            "larger ones.",
+            Severity.WARNING,
+        )
+    ]
 
 
 def deal(cores: Sequence[Core], count: int, size: int, layout: Layout) -> list[tuple[Core, ...]]:

@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ class Supervisor:
     def __init__(self, deployment: Deployment, on_event: Callable[[Event], None]) -> None:
         self.deployment = deployment
         self.rolling_failed: str | None = None  # who ended the last rolling restart
-        self._emit = on_event
+        self._observer = on_event
         self._specs = {s.name: s for s in deployment.instances}
         if deployment.proxy is not None:
             self._specs[deployment.proxy.name] = deployment.proxy
@@ -155,13 +156,25 @@ class Supervisor:
         cold = frozenset(k for k in keys if not compiled.is_warm(self.deployment.cache_dir, k))
         return System(members=tuple(members), policy=self.deployment.policy, cold=cold)
 
+    def _emit(self, event: Event) -> None:
+        """Tell the observer; whatever becomes of it, the deployment goes on.
+
+        A terminal that is gone or a full disk must not keep a stop from happening.
+        """
+        try:
+            self._observer(event)
+        except Exception:
+            with contextlib.suppress(OSError, ValueError):
+                traceback.print_exc()
+
     # -- commands ----------------------------------------------------
 
     def stop(self, *, exit_code: int = 0, why: str = "asked to", hurry: bool = False) -> None:
         """Stop everything; a second call, or `hurry`, kills what is left."""
-        if self._system.exit_code is None:
-            self._emit(Stopping(why=why))
+        first = self._system.exit_code is None
         self._inbox.put_nowait(lc.Stop(exit_code, hurry=hurry))
+        if first:
+            self._emit(Stopping(why=why))
 
     def restart(self, name: str) -> None:
         """Drain, end and start again one member; raises KeyError."""
@@ -276,7 +289,12 @@ class Supervisor:
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
         if not self.deployment.handle_signals:
             return []
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        # What is ignored stays so: `nohup`, and a job in the background of a script.
+        numbers = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         for number in numbers:
             loop.add_signal_handler(number, self._signalled, number)
         return [int(n) for n in numbers]

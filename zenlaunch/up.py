@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zenlaunch.binding import split_numactl
 from zenlaunch.compose import Composed
 from zenlaunch.config import Config, proxy_words
 from zenlaunch.engines import VersionSource
@@ -25,6 +26,7 @@ from zenlaunch.supervisor import Deployment
 from zenlaunch.topology import Topology
 
 PROXY_NAME = "proxy"
+MAX_SOCKET_PATH = 107  # sun_path of unix(7), less its NUL
 # vLLM asks for this key on /v1, so that nobody on this machine walks round the proxy.
 ENGINE_KEY = "VLLM_API_KEY"
 
@@ -100,6 +102,11 @@ def make_deployment(
     """Return what the supervisor runs."""
     runtime = folders.runtime / name
     socket = runtime / "proxy.sock"
+    if len(os.fsencode(socket)) > MAX_SOCKET_PATH:
+        raise LaunchError(
+            f"the path of the proxy's socket is too long for the kernel: {socket}",
+            hint="set XDG_RUNTIME_DIR to a shorter folder, or give a shorter --name",
+        )
     numactl = shutil.which("numactl") is not None
     specs = composed.specs if numactl else tuple(_bound_by_us(s) for s in composed.specs)
     key_file = None
@@ -172,5 +179,5 @@ def proxy_spec(
 
 def _bound_by_us(spec: LaunchSpec) -> LaunchSpec:
     """Take numactl out: the launcher binds the process itself before it executes it."""
-    first = next(i for i, word in enumerate(spec.argv) if i and not word.startswith("--"))
-    return replace(spec, argv=spec.argv[first:], self_bind=True)
+    _, program = split_numactl(spec.argv)
+    return replace(spec, argv=program, self_bind=True)

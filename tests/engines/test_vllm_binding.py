@@ -33,6 +33,7 @@ WISHES: dict[str, tuple[str, ...]] = {
     "reserve-2": ("--reserve-per-instance", "2"),
     "reserve-0": ("--reserve-per-instance", "0"),
     "four-a-node": ("--instances-per-node", "4"),
+    "upper-siblings": ("--cpus", "1-3,64,65", "--instances", "1"),
 }
 
 

@@ -22,6 +22,10 @@ def choose(config: Config, facts: EngineFacts) -> EngineChoice:
             "the engine `command` needs engine.args, the command of one instance",
             hint="for example: zenlaunch plan --engine command -- my-server --port {port}",
         )
+    if config.engine.args[0].startswith("-"):
+        raise ConfigError(
+            f"the engine `command` begins with a program, not with {config.engine.args[0]!r}"
+        )
     if "{port}" not in " ".join(config.engine.args):
         raise ConfigError(
             "the engine `command` needs {port} in engine.args: each instance has its own port"

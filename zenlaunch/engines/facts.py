@@ -20,12 +20,13 @@ class VersionSource(StrEnum):
 class EngineFacts:
     """The engine's environment and the CPU, as far as they are known.
 
-    `version` is None when nothing is installed and none was named. `command` is the path of the
-    `vllm` program, None where only the module form works. `tcmalloc` and `openmp` are paths that
-    exist. `hide_zentorch` is a folder that, first on PYTHONPATH, makes `import zentorch` fail.
+    `here`: the plan is for this machine. `version` is None when nothing is installed and none was
+    named. `command` is the path of the `vllm` program, None where only the module form works.
+    `tcmalloc` and `openmp` are paths that exist. `hide_zentorch` is a folder that, first on PYTHONPATH, makes `import zentorch` fail.
     `avx512`/`amd` are None where the CPU is not known.
     """
 
+    here: bool = False
     version: str | None = None
     version_source: VersionSource = VersionSource.ASSUMED
     python: str | None = None

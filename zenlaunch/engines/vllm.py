@@ -385,12 +385,8 @@ def _choose_freezing(config: Config, row: Row, version: str) -> tuple[bool, list
 def _library_notes(facts: EngineFacts) -> list[Note]:
     notes = []
     if facts.version_source is not VersionSource.INSTALLED:
-        return [
-            _note(
-                "libraries-unknown",
-                "LD_PRELOAD is not planned: the libraries of that machine are not known here.",
-            )
-        ]
+        why = "without a vLLM here" if facts.here else "the libraries of that machine are not known"
+        return [_note("libraries-unknown", f"LD_PRELOAD is not planned: {why}.")]
     if facts.tcmalloc is None:
         notes.append(
             _note(

