@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
 from zenlaunch.proxy.chunks import ChunkDecoder
 from zenlaunch.proxy.exchange import Exchange
+from zenlaunch.proxy.gate import examine
 from zenlaunch.proxy.http1 import (
     BadMessage,
     RequestHead,
@@ -28,8 +29,8 @@ from zenlaunch.proxy.http1 import (
 )
 from zenlaunch.proxy.metrics import bump
 from zenlaunch.proxy.options import HalfClose
-from zenlaunch.proxy.routes import Action, Resolution, Route, resolve
-from zenlaunch.proxy.trust import forwarded_fields, presented_key
+from zenlaunch.proxy.routes import Action, Resolution, resolve
+from zenlaunch.proxy.trust import forwarded_fields
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.admin import Admin
@@ -44,7 +45,6 @@ _TCP_CLOSE = 7  # include/net/tcp_states.h
 _WORK_AT_ONCE = 64
 _SLICE_BYTES = 16_384
 _RESET = struct.pack("ii", 1, 0)
-_EACH_INSTANCE = "this route changes one instance only: send it to each instance itself"
 
 
 class _At(IntEnum):
@@ -358,8 +358,11 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._request_id = hub.new_id()
         resolution = self._resolution = resolve(head.method, head.target)
-        route = resolution.route
-        if not self._permitted(head, resolution) or route is None:
+        refusal, self._key_name = examine(
+            head, resolution, private=self._private, keys=hub.keys, admin_keys=hub.admin_keys
+        )
+        if refusal is not None:
+            self._refuse(refusal.status, refusal.code, refusal.message, extra=refusal.fields)
             return
         self._body = b""
         self._body_bytes = 0
@@ -381,49 +384,6 @@ class ClientConnection(asyncio.Protocol):
             self._at = _At.LENGTH
         if head.expects_continue and not self._buffer:
             self.transport.write(CONTINUE)
-
-    def _permitted(self, head: RequestHead, resolution: Resolution) -> bool:
-        """Check what can be checked before the body; False when the request was refused."""
-        route = resolution.route
-        if route is None or route.action is Action.BLOCKED:
-            self._refuse(404, "not_found", "there is no such route here")
-        elif route.action is Action.EACH_INSTANCE:
-            self._refuse(404, "not_found", _EACH_INSTANCE)
-        elif resolution.allow:
-            allow = b"allow: %b\r\n" % ", ".join(resolution.allow).encode()
-            message = f"{route.path} takes {' or '.join(resolution.allow)}"
-            self._refuse(405, "method_not_allowed", message, extra=allow)
-        elif not self._admitted(head, route):
-            pass
-        elif route.action is Action.WEBSOCKET or b"websocket" in head.upgrade:
-            self._refuse(501, "websocket_not_supported", "WebSocket is not relayed yet")
-        else:
-            return True
-        return False
-
-    def _admitted(self, head: RequestHead, route: Route) -> bool:
-        hub = self._hub
-        self._key_name = None
-        if self._private or head.method == "OPTIONS":
-            return True
-        if route.action is Action.ADMIN:
-            name = hub.admin_keys.name_of(presented_key(head)) if len(hub.admin_keys) else None
-            if name is None:
-                message = "administration needs the admin socket or an admin key"
-                self._refuse(403, "admin_only", message)
-                return False
-            self._key_name = name
-            return True
-        if not route.guarded or not len(hub.keys):
-            return True
-        key = presented_key(head)
-        self._key_name = hub.keys.name_of(key)
-        if self._key_name is None:
-            message = "the API key is not valid" if key else "an API key is needed"
-            challenge = b"www-authenticate: Bearer\r\n"
-            self._refuse(401, "invalid_api_key", message, extra=challenge)
-            return False
-        return True
 
     def _fits(self, size_bytes: int) -> bool:
         """Tell whether a body of this size may come; False when the request was refused.
