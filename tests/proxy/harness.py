@@ -186,6 +186,10 @@ class Response:
         out: list[Any] = []
         assert self.body.endswith(b"\n\n") or not self.body, self.body[-80:]
         for block in self.body.split(b"\n\n"):
+            name, _, rest = block.partition(b"\n")
+            if name == b"event: error":
+                assert json.loads(rest[6:])["type"] == "error"
+                block = rest
             if block.startswith(b"data: "):
                 data = block[6:]
                 out.append("[DONE]" if data == b"[DONE]" else json.loads(data))

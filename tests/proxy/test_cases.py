@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -243,6 +244,35 @@ def test_14_one_hung_engine_hurts_nobody_else(engines: Start, proxy: Start) -> N
     assert both[1].seen()["requests"] >= 15
     for client in hung:
         client.sock.close()
+
+
+def test_14_connections_that_are_never_taken_go_elsewhere(engines: Start, proxy: Start) -> None:
+    one = engines(1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        stuck = Engine.__new__(Engine)
+        stuck.port = full.getsockname()[1]
+
+        def be_healthy_once() -> None:
+            connection, _ = full.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=be_healthy_once)
+        thread.start()
+        door = proxy([stuck, *one], connect_timeout_s=0.2, probe_ready_interval_s=60,
+                     policy="round-robin")  # fmt: skip
+        thread.join()
+        queue = [socket.socket() for _ in range(4)]  # more than the kernel keeps
+        for sock in queue:
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(full.getsockname())
+        for _ in range(4):
+            assert door.request("POST", "/v1/completions", {}).status == 200
+        assert door.metric("zenlaunch_errors_total", instance="i0", kind="connect-timeout") >= 1
+        for sock in queue:
+            sock.close()
 
 
 def test_14_first_byte_timeout_is_504(engines: Start, proxy: Start) -> None:

@@ -80,4 +80,6 @@ def test_a_stream_that_ends_without_its_last_line() -> None:
 
 
 def test_error_event() -> None:
-    assert error_event(b"{}") == b"data: {}\n\n"
+    assert error_event(b'{"error": {}}') == b'data: {"error": {}}\n\n'
+    named = error_event(b'{"error": {}}', named=True)
+    assert named == b'event: error\ndata: {"type": "error", "error": {}}\n\n'

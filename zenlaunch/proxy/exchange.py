@@ -337,7 +337,7 @@ class Exchange:
         payload = b"".join(self._held or ())
         if reply.early and tracker is None:
             # The client was promised a stream: what came instead can be told as an event only.
-            reply.error_event(_one_line(payload, head.status))
+            reply.error_event(_one_line(payload, head.status), named=self._route.named_events)
             self._end(self._outcome(head), status=head.status, keep=False)
             return
         if not reply.begun:
@@ -430,7 +430,7 @@ class Exchange:
         """End a begun answer honestly: an error event where events are read, never a clean end."""
         reply = self._reply
         if self._tracker is not None or reply.early:
-            reply.error_event(body)
+            reply.error_event(body, named=self._route.named_events)
         self._end(Outcome.NEUTRAL, status=status, keep=False, reset=not reply.shows_a_break)
 
     def _refuse_none_usable(self) -> None:

@@ -36,7 +36,8 @@ class Route:
 
     `guarded` routes need an API key when keys are configured. `stateless` requests may be sent
     again to another instance while no byte of their answer was forwarded. Event streams of a route
-    with `ends_with_done` are complete only when they end with `data: [DONE]`.
+    with `ends_with_done` are complete only when they end with `data: [DONE]`; with `named_events`
+    each event says what it is, so that an error must too.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Route:
     guarded: bool = True
     stateless: bool = True
     ends_with_done: bool = False
+    named_events: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ def _rows(
     *paths: str,
     guarded: bool = True,
     ends_with_done: bool = False,
+    named_events: bool = False,
 ) -> tuple[Route, ...]:
     return tuple(
         Route(
@@ -76,6 +79,7 @@ def _rows(
             action=action,
             guarded=guarded,
             ends_with_done=ends_with_done,
+            named_events=named_events,
         )
         for path in paths
     )
@@ -90,13 +94,12 @@ ROUTES: tuple[Route, ...] = (
         "/v1/completions",
         ends_with_done=True,
     ),
+    *_rows(Action.PROXY, "POST OPTIONS", "/v1/messages", "/v1/responses", named_events=True),
     *_rows(
         Action.PROXY,
         "POST OPTIONS",
         "/v1/chat/completions/batch",
-        "/v1/messages",
         "/v1/messages/count_tokens",
-        "/v1/responses",
         "/v1/systemone",
         "/v1/embeddings",
         "/v2/embed",

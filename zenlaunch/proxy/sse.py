@@ -96,6 +96,12 @@ def _error_status(data: bytes) -> int | None:
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
-def error_event(body: bytes) -> bytes:
-    """Return the event that tells a client of a broken stream; `body` is one line of JSON."""
+def error_event(body: bytes, *, named: bool = False) -> bytes:
+    """Return the event that tells a client of a broken stream; `body` is one line of JSON.
+
+    Where events have names (Anthropic's messages, OpenAI's responses) it is called `error`, and its
+    data says so too.
+    """
+    if named:
+        return b'event: error\ndata: {"type": "error", ' + body[1:] + b"\n\n"
     return b"data: " + body + b"\n\n"
