@@ -360,6 +360,18 @@ def test_a_client_that_never_reads_is_let_go(engines: Start, proxy: Start) -> No
     until(door.idle)
 
 
+def test_a_client_that_reads_slowly_is_not_let_go(engines: Start, proxy: Start) -> None:
+    door = proxy(engines(1), client_stall_s=0.5)
+    client = Client(door.port, receive_buffer=4096)
+    client.post("/v1/embeddings", do={"body_bytes": 20_000_000})
+    taken = 0
+    for _ in range(50):
+        taken += len(client.sock.recv(8192))
+        threading.Event().wait(0.05)
+    assert taken > 50_000
+    assert door.status()["in_flight"] == 1
+
+
 def test_connections_are_limited(engines: Start, proxy: Start) -> None:
     door = proxy(engines(1), max_connections=4)
     held = []

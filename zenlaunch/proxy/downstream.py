@@ -9,10 +9,13 @@ time: pausing it would hide both its FIN and its reset. What happens to an accep
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import re
 import socket
 import struct
+import sys
+import termios
 from enum import IntEnum
 from typing import TYPE_CHECKING, cast
 
@@ -252,13 +255,25 @@ class ClientConnection(asyncio.Protocol):
         return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def _check_stall(self, now: float) -> None:
-        left = self.transport.get_write_buffer_size()
+        """Let go of a client that has taken nothing for long, however slowly others read.
+
+        What its kernel has not acknowledged counts too: the socket buffer may be so large that
+        a slow reader leaves ours untouched for many minutes.
+        """
+        left = self.transport.get_write_buffer_size() + self._unacknowledged_bytes()
         if left != self._stalled_bytes or self._paused_at == 0.0:
             self._stalled_bytes = left
             self._paused_at = now
         elif now - self._paused_at >= self._hub.options.client_stall_s:
             self._leave()
             self.transport.abort()
+
+    def _unacknowledged_bytes(self) -> int:
+        try:
+            packed = fcntl.ioctl(self.fd, termios.TIOCOUTQ, b"\0" * 4)
+        except OSError:
+            return 0
+        return int.from_bytes(packed, sys.byteorder)
 
     # -- requests
 
