@@ -11,13 +11,13 @@ from lab.image import Image
 from lab.test_plan_is_kernel import check_instance
 from lab.vm import Result, boot
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
 def guest(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("units")
-    result = boot(image, folder, "units.py", systemd=True, timeout_s=900)
+    result = boot(image, folder, "units.py", systemd=True, timeout_s=1500)
     print(result.log, result.seconds)
     assert result.rc == 0, result.log
     return result
