@@ -73,7 +73,8 @@ def test_proxy_reload_under_load(guest: Result) -> None:
     seen = guest.json("reload.json")
     assert seen["load"]["streams"] == ["data: [DONE]"] * 2
     assert seen["load"]["statuses"] == [200]
-    assert seen["load"]["longest_s"] < 1.0
+    # Under emulation; on the machine itself tests/test_handover.py asks for less than a second.
+    assert seen["load"]["longest_s"] < 5.0
     assert seen["unit"]["ActiveState"] == "active"
     assert seen["unit"]["NRestarts"] == "0"
     assert int(seen["unit"]["MainPID"]) != seen["before"]
@@ -127,7 +128,8 @@ def test_stop_leaves_nothing(guest: Result) -> None:
 
 def test_first_instance_fills_a_cold_cache(guest: Result) -> None:
     seen = guest.json("cache.json")
-    assert seen["cold"]["i1_begun"] > seen["cold"]["i0_ready"]
+    assert seen["cold"]["i1"] == "activating"
+    assert seen["warm"]["i1"] in ("activating", "active")
     waiting = "the compile cache is cold: waiting for zenlaunch-i0.service"
     assert waiting in seen["cold"]["journal"]
     assert waiting not in seen["warm"]["journal"]
