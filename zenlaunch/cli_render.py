@@ -70,7 +70,7 @@ def systemd(
     name: Annotated[str, typer.Option("--name", help="Begins every unit's name.")] = "zenlaunch",
     user: Annotated[
         str | None,
-        typer.Option("--user", show_default=False, help="The user that runs it; default: the name."),
+        typer.Option("--user", show_default=False, help="The user that runs it (as --name)."),
     ] = None,
     systemd_version: Annotated[
         int, typer.Option("--systemd-version", help="254 has better keys for restarts.")
