@@ -68,7 +68,10 @@ def systemd(
         bool, typer.Option("--yes", show_default=False, help="Do not ask before --install.")
     ] = False,
     name: Annotated[str, typer.Option("--name", help="Begins every unit's name.")] = "zenlaunch",
-    user: Annotated[str, typer.Option("--user", help="The user that runs it.")] = "zenlaunch",
+    user: Annotated[
+        str | None,
+        typer.Option("--user", show_default=False, help="The user that runs it (as --name)."),
+    ] = None,
     systemd_version: Annotated[
         int, typer.Option("--systemd-version", help="254 has better keys for restarts.")
     ] = 252,
@@ -100,7 +103,7 @@ def systemd(
         _refuse_other_machine(composed)
     options = RenderOptions(
         name=name,
-        user=user,
+        user=user or name,
         program=_find_program(program, here=here or install),
         remake=_remake(sys.argv),
         topology=topology,

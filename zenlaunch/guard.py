@@ -102,8 +102,13 @@ def read_plan_file(path: Path, instance: str) -> Guarded:
         raise ConfigError(f"{path} is no plan file: {e}", hint=hint) from None
 
 
-def check(guarded: Guarded, say: Callable[[str], None]) -> None:
-    """Raise LaunchError, with every reason, unless the instance may start; may wait for memory."""
+def check(
+    guarded: Guarded, say: Callable[[str], None], *, patience_s: float = MEMORY_PATIENCE_S
+) -> None:
+    """Raise LaunchError, with every reason, unless the instance may start.
+
+    Waits up to `patience_s` for the node's memory, and without limit for a cold compile cache.
+    """
     problems = [*machine_problems(guarded, read_sysfs(Path("/"), live=True))]
     problems += binding_problems(guarded.instance)
     problems += _leftovers()
@@ -114,7 +119,7 @@ def check(guarded: Guarded, say: Callable[[str], None]) -> None:
     if folder is not None and not os.access(folder, os.R_OK | os.X_OK):
         problems.append(f"the model folder {folder} cannot be read by this user")
     if not problems:
-        problems += _missing_memory(guarded, say)
+        problems += _missing_memory(guarded, say, patience_s)
     if problems:
         raise LaunchError(
             f"{guarded.instance.name} must not start here:\n  " + "\n  ".join(problems),
@@ -178,18 +183,18 @@ def _leftovers() -> list[str]:
     return []
 
 
-def _missing_memory(guarded: Guarded, say: Callable[[str], None]) -> list[str]:
+def _missing_memory(guarded: Guarded, say: Callable[[str], None], patience_s: float) -> list[str]:
     needed, nodes = guarded.launch.memory_bytes, guarded.instance.mem_nodes
     if needed is None or not nodes:
         return []
-    until = time.monotonic() + MEMORY_PATIENCE_S
+    until = time.monotonic() + patience_s
     told = False
     while (free := sum(checks.node_free_bytes(n) or 0 for n in nodes)) < needed:
         text = f"node {nodes} has {gib(free)} free, {gib(needed)} are planned"
         if time.monotonic() > until:
             return [text]
         if not told:
-            say(f"{text}; waiting up to {MEMORY_PATIENCE_S:g} s")
+            say(f"{text}; waiting up to {patience_s:g} s")
             told = True
         time.sleep(0.5)
     return []

@@ -175,7 +175,9 @@ def restart(units: Units, names: Sequence[str]) -> Iterator[str]:
         unit = units.unit(name)
         # What an operator asks for does not count towards the start limit.
         subprocess.run(["systemctl", "reset-failed", unit], check=False)
-        done = subprocess.run(["systemctl", "restart", unit], check=False)
+        # The proxy's reload puts a successor in its place; nobody waits for the old one's streams.
+        verb = "reload-or-restart" if name == "proxy" else "restart"
+        done = subprocess.run(["systemctl", verb, unit], check=False)
         if done.returncode or _show(units)[unit]["ActiveState"] != "active":
             raise LaunchError(f"{name} did not become ready again", hint=f"journalctl -u {unit}")
         until = time.monotonic() + 30

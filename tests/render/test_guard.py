@@ -107,6 +107,18 @@ def test_refuses_a_model_that_is_not_there(guarded: Guarded) -> None:
         check(replace(whole_machine(guarded), model_folder="/nonexistent/model"), print)
 
 
+def test_refuses_missing_memory_after_some_patience(guarded: Guarded) -> None:
+    here = whole_machine(guarded)
+    if not here.instance.mem_nodes:
+        pytest.skip("this machine shows no NUMA nodes")
+    greedy = replace(here, launch=replace(here.launch, memory_bytes=1 << 50))
+    said: list[str] = []
+    with pytest.raises(LaunchError, match=r"GiB free, 1024.0 TiB are planned"):
+        check(greedy, said.append, patience_s=0.2)
+    assert len(said) == 1
+    assert said[0].endswith("waiting up to 0.2 s")
+
+
 def test_binding_is_compared_with_the_plan(guarded: Guarded, tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tx\nCpus_allowed_list:\t4-5\nMems_allowed_list:\t2\n")

@@ -27,6 +27,7 @@ parser.add_argument("--mib", type=int, default=32, help="memory that the worker 
 parser.add_argument("--like-vllm", metavar="CACHE", help="a folder for compiled code")
 parser.add_argument("--die-after", type=float, help="seconds after which the main process exits 1")
 parser.add_argument("--die-if", help="a file: --die-after counts only where it exists")
+parser.add_argument("--hold", help="a file: not ready while it is there")
 parser.add_argument("--token-s", type=float, default=0.05)
 args = parser.parse_args()
 libc = ctypes.CDLL(None, use_errno=True)
@@ -148,6 +149,8 @@ child = os.fork()
 if child == 0:
     worker()
 os.read(ready_r, 1)
+while args.hold and Path(args.hold).exists():
+    time.sleep(0.1)
 server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
 server.daemon_threads = True
 

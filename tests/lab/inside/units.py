@@ -28,7 +28,7 @@ RENDER = (
     "--overhead 64M --program /usr/local/bin/zenlaunch {} "
     f"-- /usr/bin/python3 {ENGINE} --mib 48 --like-vllm /var/cache/zenlaunch/code "
     "--die-after 2 --die-if /var/lib/zenlaunch/die-{{name}} "
-    "--port {{port}} --cpus {{cpus}}"
+    "--hold /var/lib/zenlaunch/hold-{{name}} --port {{port}} --cpus {{cpus}}"
 )
 
 
@@ -257,21 +257,19 @@ def cold_cache() -> None:
         data["launch"][name]["compile_cache"] = "lab"
     PLAN.write_text(json.dumps(data))
     sh("install -d -o zenlaunch -g zenlaunch /var/cache/zenlaunch/vllm")
+    hold = Path("/var/lib/zenlaunch/hold-i0")
     found = {}
     for name in ("cold", "warm"):
         step(f"{name} cache")
+        hold.touch()
         since = sh("date +%s").strip()
-        sh(f"systemctl start {UNITS[0]} {UNITS[1]}")
-        times = [
-            show(unit, "ExecMainStartTimestampMonotonic", "ActiveEnterTimestampMonotonic")
-            for unit in UNITS[:2]
-        ]
-        found[name] = {
-            "i0_ready": int(times[0]["ActiveEnterTimestampMonotonic"]),
-            "i1_begun": int(times[1]["ExecMainStartTimestampMonotonic"]),
-            "journal": sh(f"journalctl -o cat --no-pager --since @{since} -u {UNITS[1]}"),
-        }
-        sh(f"systemctl stop {UNITS[0]} {UNITS[1]} zenlaunch-proxy.socket")
+        journal = f"journalctl -o cat --no-pager --since @{since} -u {UNITS[1]}"
+        sh(f"systemctl start --no-block {UNITS[0]} {UNITS[1]}")
+        wait_for("i1 says something", lambda j=journal: any(w in sh(j) for w in ("cold", "ready")))
+        found[name] = {"i1": states()[UNITS[1]], "journal": sh(journal)}
+        hold.unlink()
+        wait_for("both", lambda: {states()[unit] for unit in UNITS[:2]} == {"active"})
+        sh(f"systemctl stop {UNITS[0]} {UNITS[1]} zenlaunch-proxy.socket zenlaunch-proxy.service")
     PLAN.write_text(good)
     save("cache.json", found)
 
