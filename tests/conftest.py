@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,3 +94,27 @@ def run_zenlaunch(*args: str) -> Result:
 @pytest.fixture(scope="session")
 def zenlaunch() -> Callable[..., Result]:
     return run_zenlaunch
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` free ports in a row."""
+    for first in range(18000, 30000, 100):
+        socks = [socket.socket() for _ in range(count)]
+        try:
+            for k, s in enumerate(socks):
+                s.bind(("127.0.0.1", first + k))
+            return first
+        except OSError:
+            continue
+        finally:
+            for s in socks:
+                s.close()
+    raise AssertionError("no free ports")
+
+
+def wait_for(check: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until `check` is true."""
+    until = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)  # between two looks; the deadline is above

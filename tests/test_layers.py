@@ -22,7 +22,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("engines",),
     ("render",),
-    ("named_file", "stdout", "events", "checks", "compiled", "logs", "child", "notify", "installed"),
+    (
+        "named_file", "stdout", "events", "checks", "compiled", "logs", "child", "notify",
+        "installed",
+    ),
     ("watch", "crash", "procfs"),
     ("runs",),
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),

@@ -13,8 +13,7 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import ROOT
+from conftest import ROOT, free_ports, wait_for
 
 from zenlaunch.child import tree
 from zenlaunch.cpuset import CpuSet
@@ -62,30 +61,6 @@ class Pair:
         text = httpx.get(f"http://127.0.0.1:{instance['port']}/metrics").text
         rows = [r for r in text.splitlines() if r.startswith(name) and label in r]
         return sum(float(r.rpartition(" ")[2]) for r in rows)
-
-
-def free_ports(count: int) -> int:
-    """Return the first of `count` free ports in a row."""
-    for first in range(18000, 30000, 100):
-        socks = [socket.socket() for _ in range(count)]
-        try:
-            for k, s in enumerate(socks):
-                s.bind(("127.0.0.1", first + k))
-            return first
-        except OSError:
-            continue
-        finally:
-            for s in socks:
-                s.close()
-    raise AssertionError("no free ports")
-
-
-def wait_for(check: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until `check` is true."""
-    until = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < until, what
-        time.sleep(0.1)  # between two looks; the deadline is above
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ class EngineFacts:
 
     `here`: the plan is for this machine. `version` is None when nothing is installed and none was
     named. `command` is the path of the `vllm` program, None where only the module form works.
-    `tcmalloc` and `openmp` are paths that exist. `hide_zentorch` is a folder that, first on PYTHONPATH, makes `import zentorch` fail.
-    `avx512`/`amd` are None where the CPU is not known.
+    `tcmalloc` and `openmp` are paths that exist. `hide_zentorch` is a folder that, first on
+    PYTHONPATH, makes `import zentorch` fail. `avx512`/`amd` are None where the CPU is not known.
     """
 
     here: bool = False
