@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from zenlaunch import config as c
 from zenlaunch.cli_options import takes_proxy_wishes
+from zenlaunch.config import HalfClose
 from zenlaunch.front import proxy_options
-from zenlaunch.proxy.options import HalfClose, ProxyOptions
+from zenlaunch.proxy.options import ProxyOptions
 
 TEXT = """
 proxy:

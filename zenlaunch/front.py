@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zenlaunch.config import ProxySettings, given_to_proxy, parse_listen, parse_size
-from zenlaunch.proxy.balancer import Policy
-from zenlaunch.proxy.options import HalfClose, ProxyOptions
+from zenlaunch.proxy.options import ProxyOptions
 
 _SIZES = {"max_body_bytes", "body_budget_bytes"}
 _PATHS = {"api_keys_file", "access_log"}
@@ -35,15 +34,13 @@ def proxy_options(
             value = parse_size(value)
         elif name in _PATHS:
             value = Path(value)
-        elif name == "half_close":
-            value = HalfClose(value.value)
         given[name] = value
     return ProxyOptions(
         upstreams=tuple(upstreams),
         listen_host=host,
         listen_port=port,
         listen_fd=listen_fd,
-        policy=Policy(settings.policy.value),
+        policy=settings.policy,
         admin_socket=admin_socket,
         upstream_key_file=upstream_key_file,
         drain_s=drain_s,

@@ -118,9 +118,9 @@ def test_background_arguments_stay_the_engines(world: World, tmp_path: Path) -> 
     """What follows `--` is the engine's, also `-d`; grouped options start one deployment."""
     config = tmp_path / "c.yaml"
     config.write_text("split: {instances_per_node: 1}\n")
-    words = world.words("-df", str(config), engine=("--say", "-d", "--say", "--detach"))
+    words = world.words("-df", str(config), engine=("--say=-d", "--say=--detach"))
     assert world.run(*words).returncode == 0
-    assert {"-d", "--detach"} <= set(world.zenlaunch("logs", "i0").stdout.split())
+    assert {"-d", "--detach"} <= set(world.zenlaunch("logs", "i0").stdout.splitlines())
     ours = [p for p in world.processes() if b"--background" in _command(p)]
     assert len(ours) == 1
     assert world.zenlaunch("down", "--now").returncode == 0

@@ -8,9 +8,9 @@ import logging
 import sys
 from pathlib import Path
 
+from zenlaunch.config import HalfClose, Policy
 from zenlaunch.errors import ZenlaunchError
-from zenlaunch.proxy.balancer import Policy
-from zenlaunch.proxy.options import HalfClose, ProxyOptions
+from zenlaunch.proxy.options import ProxyOptions
 from zenlaunch.proxy.server import run
 
 PATHS = {f.name for f in dataclasses.fields(ProxyOptions) if "Path" in str(f.type)}

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from zenlaunch.proxy.balancer import Balancer, Lease, Outcome, Policy, Rules, State, Verdict
+from zenlaunch.config import Policy
+from zenlaunch.proxy.balancer import Balancer, Lease, Outcome, Rules, State, Verdict
 
 OK, BAD, MEH = Outcome.SUCCESS, Outcome.FAILURE, Outcome.NEUTRAL
 

@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-
-class Policy(StrEnum):
-    """How the next upstream is chosen."""
-
-    LEAST_INFLIGHT = "least-inflight"
-    ROUND_ROBIN = "round-robin"
+from zenlaunch.config import Policy
 
 
 class State(StrEnum):

@@ -19,6 +19,7 @@ import termios
 from enum import IntEnum
 from typing import TYPE_CHECKING, cast
 
+from zenlaunch.config import HalfClose
 from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
 from zenlaunch.proxy.chunks import ChunkDecoder
 from zenlaunch.proxy.exchange import Exchange
@@ -31,7 +32,6 @@ from zenlaunch.proxy.http1 import (
     problem_of_partial_head,
 )
 from zenlaunch.proxy.metrics import bump
-from zenlaunch.proxy.options import HalfClose
 from zenlaunch.proxy.routes import Action, Resolution, resolve
 from zenlaunch.proxy.trust import forwarded_fields
 

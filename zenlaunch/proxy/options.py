@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from enum import StrEnum
 from ipaddress import ip_network
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from zenlaunch.config import HalfClose, Policy
 from zenlaunch.errors import ProxyError
-from zenlaunch.proxy.balancer import Policy, Rules
-
-
-class HalfClose(StrEnum):
-    """What a client's FIN means while its answer is pending."""
-
-    CANCEL = "cancel"
-    ANSWER = "answer"
+from zenlaunch.proxy.balancer import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
