@@ -9,6 +9,7 @@ SReclaimable of the node.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -16,10 +17,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import httpx
+from typing import Any
 
 _FREE_KEYS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
@@ -192,20 +190,16 @@ def metric(text: str, name: str | None) -> float | None:
 
 
 class Http:
-    """One server, asked over TCP or a unix socket; every failure to answer is None."""
+    """One server, asked over TCP or a unix socket; every failure to answer is None.
 
-    def __init__(self, *, base: str = "http://zenlaunch", socket_path: Path | None = None) -> None:
-        import httpx
+    Each question has its own connection, which we close first: what lingers then does so on our
+    port, not on the server's, and a cancelled question leaves nothing open.
+    """
 
-        self._base = base
-        uds = str(socket_path) if socket_path else None
-        # No keep-alive: we close first, so that what lingers does so on our port, not the server's.
-        self._client: httpx.AsyncClient = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(
-                uds=uds, limits=httpx.Limits(max_keepalive_connections=0)
-            ),
-            trust_env=False,
-        )
+    def __init__(self, *, host: str = "", port: int = 0, socket_path: Path | None = None) -> None:
+        self._host = host
+        self._port = port
+        self._socket_path = socket_path
 
     async def get(self, path: str, *, timeout_s: float = 10.0) -> tuple[int, str] | None:
         return await self._ask("GET", path, timeout_s)
@@ -214,16 +208,41 @@ class Http:
         return await self._ask("POST", path, timeout_s)
 
     async def _ask(self, method: str, path: str, timeout_s: float) -> tuple[int, str] | None:
-        import httpx
-
+        length = "content-length: 0\r\n" if method == "POST" else ""
+        request = f"{method} {path} HTTP/1.1\r\nhost: zenlaunch\r\n{length}\r\n"
         try:
-            answer = await self._client.request(method, self._base + path, timeout=timeout_s)
-        except (httpx.HTTPError, OSError):
-            return None
-        return answer.status_code, answer.text
+            async with asyncio.timeout(timeout_s):
+                if self._socket_path is not None:
+                    reader, writer = await asyncio.open_unix_connection(self._socket_path)
+                else:
+                    reader, writer = await asyncio.open_connection(self._host, self._port)
+                try:
+                    writer.write(request.encode())
+                    return await _read_answer(reader)
+                finally:
+                    writer.close()
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+            return None  # TimeoutError is an OSError
 
-    async def close(self) -> None:
-        await self._client.aclose()
+
+async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """Read status and body; raises ValueError or EOFError for what is no whole HTTP/1.1 answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, *lines = head.lower().split("\r\n")
+    if not first.startswith("http/1."):
+        raise ValueError(f"{first!r} is not HTTP/1")
+    status = int(first[9:12])
+    fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "chunked" in fields.get("transfer-encoding", ""):
+        body = b""
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            body += await reader.readexactly(size)
+            await reader.readexactly(2)
+    elif "content-length" in fields:
+        body = await reader.readexactly(int(fields["content-length"]))
+    else:
+        body = await reader.read()
+    return status, body.decode(errors="replace")
 
 
 def in_flight(status: Any, name: str) -> int | None:
@@ -237,9 +256,8 @@ def in_flight(status: Any, name: str) -> int | None:
 
 
 def connect_host(host: str) -> str:
-    """Return where to connect, as a URL spells it, to reach a server that listens on `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
+    """Return where to connect to reach a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def node_total_bytes(node: int, sysroot: Path = Path("/")) -> int | None:

@@ -106,7 +106,7 @@ class Run:
         self._around = around
         self._log = log
         self._log_failed = False
-        self._base = f"http://{checks.connect_host(spec.host)}:{spec.port}"
+        self._http = checks.Http(host=checks.connect_host(spec.host), port=spec.port)
         self._tokens: tuple[float, float] | None = None
         self._any_answer = any_answer
         self._started = time.monotonic()
@@ -149,11 +149,7 @@ class Run:
         health = self.spec.health
         if health.metrics_path is None:
             return Load()
-        http = checks.Http(base=self._base)
-        try:
-            answer = await http.get(health.metrics_path, timeout_s=LOAD_TIMEOUT_S)
-        finally:
-            await http.close()
+        answer = await self._http.get(health.metrics_path, timeout_s=LOAD_TIMEOUT_S)
         if answer is None or answer[0] != 200:
             return Load()
         now, text = time.monotonic(), answer[1]
@@ -296,21 +292,17 @@ class Run:
 
     async def _watch(self, child: Child) -> None:
         spec, post = self.spec, self._around.post
-        http = checks.Http(base=self._base)
-        try:
-            await watch.until_ready(spec, http, any_answer=self._any_answer)
-            other = checks.foreign_listener(spec.port, tree(child.pid))
-            if other is not None:
-                reason = (
-                    f"port {spec.port} is answered by another process, pid {other} "
-                    f"({checks.command_of(other)})"
-                )
-                post(lc.Doomed(spec.name, reason))
-                return
-            self._is_ready(child)
-            await watch.while_serving(spec, http, post, any_answer=self._any_answer)
-        finally:
-            await http.close()
+        await watch.until_ready(spec, self._http, any_answer=self._any_answer)
+        other = checks.foreign_listener(spec.port, tree(child.pid))
+        if other is not None:
+            reason = (
+                f"port {spec.port} is answered by another process, pid {other} "
+                f"({checks.command_of(other)})"
+            )
+            post(lc.Doomed(spec.name, reason))
+            return
+        self._is_ready(child)
+        await watch.while_serving(spec, self._http, post, any_answer=self._any_answer)
 
     def _is_ready(self, child: Child) -> None:
         spec = self.spec

@@ -280,8 +280,6 @@ class Supervisor:
                 loop.remove_signal_handler(number)
             for log in self._logs.values():
                 log.close()
-            if self._admin is not None:
-                await self._admin.close()
         if self._error is not None and exit_code in (LaunchError.exit_code, ProxyError.exit_code):
             return Outcome(exit_code=exit_code, error=self._error)
         return Outcome(exit_code=exit_code)

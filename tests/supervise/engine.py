@@ -22,6 +22,7 @@ parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--ready-after", type=float, default=0.0)
 parser.add_argument("--exit-after", type=float, help="seconds after the start, ready or not")
+parser.add_argument("--exit-after-answers", type=int, help="of /health")
 parser.add_argument("--exit-code", type=int, default=0)
 parser.add_argument(
     "--once", help="a file: the fault of --exit-after only where it is not yet there"
@@ -140,6 +141,10 @@ def answer(connection: socket.socket) -> None:
             data = text.encode()
             head = f"HTTP/1.1 {status}\r\ncontent-length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
+            if path == "/health" and args.exit_after_answers is not None:
+                args.exit_after_answers -= 1
+                if args.exit_after_answers <= 0:
+                    os._exit(args.exit_code)
 
 
 def at(seconds: float, act: object) -> None:

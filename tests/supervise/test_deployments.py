@@ -204,20 +204,23 @@ def test_a_log_is_followed_over_a_rotation(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_zenlaunch_are_found_and_ended(tmp_path: Path) -> None:
     up = Up(tmp_path, *TREE)
-    wait(lambda: up.says("AllReady"))
     root = tmp_path / "root"
-    assert deployments.leftovers(root) == ()  # its owner lives
+
+    def found() -> set[int]:
+        return {one.pid for one in deployments.leftovers(root) if one.deployment == up.name}
+
+    wait(lambda: up.says("AllReady"))
+    assert found() == set()  # its owner lives
     os.kill(up.process.pid, signal.SIGSTOP)
     for pid in up.shims():
         os.kill(pid, signal.SIGKILL)
     up.end()
-    left = deployments.leftovers(root)
-    assert {one.pid for one in left} == set(up.left())
-    assert {one.deployment for one in left} == {up.name}
-    ended = deployments.end_leftovers(root)
-    assert {one.pid for one in ended} >= {one.pid for one in left}
+    wait(lambda: len(up.left()) <= 6)  # the main processes go with their shims
+    left = set(up.left())
+    assert found() == left
+    assert {one.pid for one in deployments.end_leftovers(root)} >= left
     assert up.left() == []
-    assert deployments.leftovers(root) == ()
+    assert found() == set()
 
 
 def test_leftovers_without_an_environment_are_known_by_their_session(tmp_path: Path) -> None:
@@ -227,10 +230,10 @@ def test_leftovers_without_an_environment_are_known_by_their_session(tmp_path: P
     try:
         claim = deployments.claim(tmp_path, "a", [spec()])
         claim.remember_session(sleeper.pid)
-        assert deployments.leftovers(tmp_path) == ()  # the deployment is up
+        assert sleeper.pid not in [one.pid for one in deployments.leftovers(tmp_path)]
         os.close(claim._lock_fd)  # as a SIGKILL does
-        assert [one.pid for one in deployments.leftovers(tmp_path)] == [sleeper.pid]
-        assert [one.pid for one in deployments.end_leftovers(tmp_path)] == [sleeper.pid]
+        assert sleeper.pid in [one.pid for one in deployments.leftovers(tmp_path)]
+        assert sleeper.pid in [one.pid for one in deployments.end_leftovers(tmp_path)]
         assert sleeper.wait(10) == -signal.SIGKILL
         assert deployments.known(tmp_path) == []
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -198,3 +199,44 @@ def test_out_of_memory_is_said_only_with_evidence(tmp_path: Path, version: int) 
     assert "cgroup rose from 2 to 3" in (crash.oom_count(tmp_path).rose_since(before) or "")
     assert "vmstat rose from 7 to 8" in (crash.OomCount(8, 2).rose_since(before) or "")
     assert crash.OomCount(None, None).rose_since(before) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "answer"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi and more", (200, "hi")),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n3;x\r\n yo\r\n0\r\n\r\n",
+         (200, "hi yo")),
+        (b"HTTP/1.0 503 No\r\n\r\nto the end", (503, "to the end")),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\ncut", None),
+        (b"HTTP/1.1 what\r\n\r\n", None),
+        (b"SSH-2.0\r\n\r\n", None),
+        (b"", None),
+    ],
+)  # fmt: skip
+def test_answers_are_read_whole_or_not_at_all(raw: bytes, answer: tuple[int, str] | None) -> None:
+    async def scene() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(raw)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert await checks.Http(host="127.0.0.1", port=port).get("/x") == answer
+        server.close()
+
+    asyncio.run(scene())
+
+
+def test_nobody_and_silence_are_no_answer() -> None:
+    async def scene() -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            http = checks.Http(host="127.0.0.1", port=silent.getsockname()[1])
+            assert await http.get("/health") is None
+            silent.listen()
+            assert await http.get("/health", timeout_s=0.1) is None
+
+    asyncio.run(scene())

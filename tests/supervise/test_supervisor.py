@@ -196,7 +196,7 @@ def test_one_that_crashes_later_is_restarted_alone(tmp_path: Path) -> None:
 
 def test_exit_0_is_a_failure_and_the_limit_of_restarts_ends_it(tmp_path: Path) -> None:
     async def scene() -> None:
-        spec = engine("i0", "--exit-after", "0.4")
+        spec = engine("i0", "--exit-after-answers", "3")
         async with Running(deployment(tmp_path, spec, policy={"restart_tries": 2})) as r:
             outcome = await r.outcome()
         assert outcome.exit_code == 6
