@@ -272,5 +272,5 @@ def test_a_detached_one_is_waited_for_and_ended(tmp_path: Path) -> None:
     assert process.wait(20) == 0
     bad = start("1", "--exit-after", "0", "--never-listen")
     assert detach.wait_ready(bad, socket_path) == 6
-    with pytest.raises(LaunchError, match="cannot start /no/such in the background"):
+    with pytest.raises(LaunchError, match="cannot start in the background: /no/such"):
         detach.start(["/no/such"], output=tmp_path / "out")

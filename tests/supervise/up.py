@@ -6,6 +6,7 @@ Prints the name of each event, with its member, and answers on FOLDER/NAME/contr
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ async def main() -> int:
         held: list[Supervisor] = []
 
         async def handle(request: dict[str, Any]) -> dict[str, Any]:
-            return await commands.answer(held[0], request, about={"name": name})
+            return await commands.answer(held[0], request, about={"name": name, "pid": os.getpid()})
 
         def show(event: Event) -> None:
             if isinstance(event, Spawned):
