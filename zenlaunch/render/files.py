@@ -59,8 +59,9 @@ class RenderOptions:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return "sha256:..." of a plan's JSON."""
-    text = json.dumps(plan.to_dict(), sort_keys=True, separators=(",", ":"))
+    """Return "sha256:..." of what a plan decides; its notes are talk and do not count."""
+    decided = plan.to_dict() | {"notes": []}
+    text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

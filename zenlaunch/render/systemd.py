@@ -70,6 +70,7 @@ def plan_file(plan: Plan, specs: tuple[LaunchSpec, ...], options: RenderOptions)
     """
     machine = options.topology.to_dict() if options.topology is not None else None
     if machine is not None:
+        machine["notes"] = []
         for node in machine["nodes"]:
             node["free_bytes"] = None  # changes by itself
     data: dict[str, Any] = {
@@ -79,7 +80,7 @@ def plan_file(plan: Plan, specs: tuple[LaunchSpec, ...], options: RenderOptions)
         "runtime_folder": f"/run/{options.name}",
         "cache_folder": f"/var/cache/{options.name}",
         "model_folder": options.model_folder,
-        "plan": plan.to_dict(),
+        "plan": plan.to_dict() | {"notes": []},
         "machine": machine,
         "launch": {spec.name: _launch(spec) for spec in specs},
     }

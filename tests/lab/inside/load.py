@@ -65,6 +65,6 @@ class Load:
         return {
             "streams": self.ended,
             "asked": len(self.asked),
-            "statuses": sorted({status for _, _, status in self.asked}),
+            "failed": [status for _, _, status in self.asked if status != 200],
             "longest_s": max(end - began for began, end, _ in self.asked),
         }
