@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zenlaunch import checks
 from zenlaunch.binding import split_numactl
 from zenlaunch.compose import Composed
 from zenlaunch.config import Config, proxy_words
 from zenlaunch.engines import VersionSource
 from zenlaunch.errors import LaunchError, PlanError
+from zenlaunch.lifecycle import Policy
 from zenlaunch.plan import Plan
 from zenlaunch.same_machine import differences
 from zenlaunch.spec import HealthCheck, LaunchSpec
@@ -107,7 +109,9 @@ def make_deployment(
             f"the path of the proxy's socket is too long for the kernel: {socket}",
             hint="set XDG_RUNTIME_DIR to a shorter folder, or give a shorter --name",
         )
-    numactl = shutil.which("numactl") is not None
+    # numactl ends the program where a container forbids memory policies; our own step goes on with
+    # the CPUs alone, and says so.
+    numactl = shutil.which("numactl") is not None and checks.memory_policy_allowed()
     specs = composed.specs if numactl else tuple(_bound_by_us(s) for s in composed.specs)
     key_file = None
     if composed.config.engine.name == "vllm" and not _has_own_key(composed.config, os.environ):
@@ -121,6 +125,7 @@ def make_deployment(
         log_dir=folders.logs,
         cache_dir=folders.cache,
         admin_socket=socket,
+        policy=Policy(drain_s=composed.config.engine.drain_s),
         hangup_stops=hangup_stops,
     )
 
