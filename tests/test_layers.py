@@ -12,6 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "zenlaunch"
 # Bottom to top; a module may import from lower rows only (and from its own room, row 0 excepted).
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
+    ("values",),
+    ("saved", "yaml_text"),
     ("topology", "config", "binding"),
     ("same_machine",),
     ("memory", "pools", "spec"),
@@ -39,8 +41,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )  # fmt: skip
 PURE = {
-    "errors", "cpuset", "topology", "binding", "memory", "pools", "split", "plan", "spec",
-    "lifecycle", "same_machine",
+    "errors", "cpuset", "values", "saved", "topology", "binding", "memory", "pools", "split",
+    "plan", "spec", "lifecycle", "same_machine",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
     "proxy.retry", "proxy.routes", "proxy.sse",
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Config: what the user wants, as one frozen value.
 
-Owns the schema (defaults, units, what each key accepts), the reading of a YAML file with all its
+Owns the schema (defaults, units, what each key accepts), the reading of a config file with all its
 problems at once, and the laying of command-line options over it. Does not look at the machine.
 Pydantic is imported by `load` and `json_schema` only, so that a plan made of flags starts at once.
 """
@@ -8,18 +8,24 @@ Pydantic is imported by `load` and `json_schema` only, so that a plan made of fl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import ConfigError
+from zenlaunch.values import GIB as GIB
+from zenlaunch.values import parse_listen as parse_listen
+from zenlaunch.values import parse_percent as parse_percent
+from zenlaunch.values import parse_size as parse_size
+from zenlaunch.values import shown, unprintable
+from zenlaunch.yaml_text import read_yaml
 
-GIB = 1 << 30
-
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?)[bB]?\s*$", re.ASCII)
-_PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$", re.ASCII)
+_LONGEST_S = 30 * 86400.0
+_MOST = 1_000_000_000  # of anything that is counted
+_MOST_PROBLEMS = 20
+_SIZES = ("memory.", "proxy.max_body_bytes", "proxy.body_budget_bytes")
 
 
 class Layout(StrEnum):
@@ -151,52 +157,19 @@ class Config:
     proxy: ProxySettings = field(default_factory=ProxySettings)
 
 
-def parse_size(value: str | int) -> int:
-    """Return bytes for "40G", "1.5GiB", "512MiB" or a plain number of bytes.
-
-    K, M, G and T are powers of 1,024, as vLLM and the kernel use them. Raises ValueError.
-    """
-    if isinstance(value, int):
-        if value < 0:
-            raise ValueError(f"{value} is negative")
-        return value
-    match = _SIZE.match(value)
-    if match is None:
-        raise ValueError(f"{value!r} is not a size such as 40G, 512MiB or 1073741824")
-    number, unit = float(match[1]), match[2].upper()
-    return int(number * 1024 ** ("KMGT".index(unit) + 1)) if unit else int(number)
-
-
-def parse_percent(value: str) -> float:
-    """Return the fraction for "8%". Raises ValueError unless it is within 0 % and 90 %."""
-    match = _PERCENT.match(value)
-    if match is None or float(match[1]) > 90:
-        raise ValueError(f"{value!r} is not a percentage from 0% to 90%")
-    return float(match[1]) / 100
-
-
-def parse_listen(value: str) -> tuple[str, int]:
-    """Return (host, port) for "127.0.0.1:8000", "[::1]:8000" or ":8000". Raises ValueError."""
-    host, sep, port_text = value.rpartition(":")
-    if not sep or not port_text.isascii() or not port_text.isdigit():
-        raise ValueError(f"{value!r} is not HOST:PORT")
-    port = int(port_text)
-    if not 1 <= port <= 65535:
-        raise ValueError(f"port {port} is outside 1-65535")
-    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    if ":" in host and not value.startswith("["):
-        raise ValueError(f"{value!r}: write an IPv6 address in brackets, [::1]:8000")
-    return host or "127.0.0.1", port
-
-
 def find_problems(config: Config) -> list[str]:
     """Return every problem that can be seen without the machine, each with its dotted path."""
     found: list[str] = []
+    plain: set[str] = set()  # paths whose text or number is wrong in itself: one problem is enough
 
     def check(path: str, problem: str | None) -> None:
-        if problem:
+        if problem and path not in plain:
             found.append(f"{path}: {problem}")
 
+    for path, value in _leaves(config):
+        problem = _plainly_wrong(path, value)
+        check(path, problem)
+        plain |= {path} if problem else set()
     split, memory, engine = config.split, config.memory, config.engine
     check("base_port", None if 1 <= config.base_port <= 65535 else "must be within 1-65535")
     check("proxy.listen", _problem(parse_listen, config.proxy.listen))
@@ -213,7 +186,7 @@ def find_problems(config: Config) -> list[str]:
     for name in ("nodes", "cpus"):
         value = getattr(split, name)
         if value is not None:
-            check(f"split.{name}", _problem(CpuSet.parse, value) or _empty(value))
+            check(f"split.{name}", _problem(CpuSet.parse, value))
     if split.recipe is not None:
         clashing = [
             name
@@ -230,7 +203,7 @@ def find_problems(config: Config) -> list[str]:
         for name in clashing:
             check(f"split.{name}", f"cannot be combined with split.recipe {split.recipe.value}")
     if memory.kv_cache != "auto":
-        check("memory.kv_cache", _problem(parse_size, memory.kv_cache))
+        check("memory.kv_cache", _problem(_size_above_0, memory.kv_cache))
     for name in ("weights", "overhead"):
         value = getattr(memory, name)
         if value is not None:
@@ -240,7 +213,7 @@ def find_problems(config: Config) -> list[str]:
     for name in ("max_body_bytes", "body_budget_bytes"):
         value = getattr(proxy, name)
         if value is not None:
-            check(f"proxy.{name}", _problem(parse_size, value))
+            check(f"proxy.{name}", _problem(_size_above_0, value))
     for field_ in fields(proxy):
         value = getattr(proxy, field_.name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
@@ -251,13 +224,7 @@ def find_problems(config: Config) -> list[str]:
         check(f"engine.{name}", "must be above 0" if getattr(engine, name) <= 0 else None)
     for key in engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-            check(f"engine.env.{key}", "is not the name of an environment variable")
-    for key, value in engine.env.items():
-        check(f"engine.env.{key}", "holds a NUL or a newline" if _unprintable(value) else None)
-    for i, arg in enumerate(engine.args):
-        check(f"engine.args.{i}", "holds a NUL or a newline" if _unprintable(arg) else None)
-    if config.model is not None and (not config.model.strip() or _unprintable(config.model)):
-        check("model", "is empty or holds a newline")
+            check(f"engine.env.{_part(key)}", "is not the name of an environment variable")
     return found
 
 
@@ -292,12 +259,8 @@ def load(text: str, *, source: str) -> Config:
     nearest known one. Limits are checked by `validated`, after the command line was laid over it.
     """
     from pydantic import TypeAdapter, ValidationError
-    from yaml import YAMLError
 
-    try:
-        data = _read_yaml(text)
-    except YAMLError as e:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(e).split())}") from None
+    data = read_yaml(text, source=source)
     if data is None:
         return Config()
     if not isinstance(data, dict):
@@ -346,55 +309,28 @@ def to_dict(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _read_yaml(text: str) -> Any:
-    """Read YAML with every scalar as text (null excepted); the schema gives it its type.
-
-    So `freezing: on` is "on" and not True, `version: 0.20` is not 0.2, and a key given twice is an
-    error instead of a silent choice.
-    """
-    import yaml
-
-    class TextLoader(yaml.SafeLoader):
-        yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own hook, read once, never changed
-            first: [r for r in resolvers if r[0] == "tag:yaml.org,2002:null"]
-            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[Any] = set()
-            for key_node, _ in node.value:
-                key = self.construct_object(key_node, deep=True)
-                if not isinstance(key, str):
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key!r} is not text", key_node.start_mark
-                    )
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key!r} is given twice", key_node.start_mark
-                    )
-                seen.add(key)
-            return super().construct_mapping(node, deep)
-
-    return yaml.load(text, Loader=TextLoader)
-
-
 def _config_error(source: str, problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(f"{source}: {problems[0]}")
-    return ConfigError(
-        f"{source}: {len(problems)} problems\n" + "\n".join(f"  {p}" for p in problems)
-    )
+    lines = [f"  {p}" for p in problems[:_MOST_PROBLEMS]]
+    if len(problems) > _MOST_PROBLEMS:
+        lines.append(f"  and {len(problems) - _MOST_PROBLEMS} more")
+    return ConfigError(f"{source}: {len(problems)} problems\n" + "\n".join(lines))
 
 
 def _describe(error: Any) -> str:
     location = [str(part) for part in error["loc"]]
+    unknown = error["type"] == "unexpected_keyword_argument"
     # A union reports once per branch, with the branch's type as last part: not a key of the user's.
-    while location and location[-1] in {"str", "int", "float", "bool"}:
+    while not unknown and len(location) > 1 and location[-1] in {"str", "int", "float", "bool"}:
         location.pop()
-    path = ".".join(location)
-    if error["type"] != "unexpected_keyword_argument":
-        shown = error.get("input")
-        return f"{path}: {_lower(error['msg'])}, not {shown!r}"
+    path = ".".join(map(_part, location))
+    if not unknown:
+        # Pydantic speaks of Python's types, the user wrote YAML.
+        kind = {"tuple_type": "a list", "dict_type": "a mapping", "dataclass_type": "a mapping"}
+        known = kind.get(error["type"])
+        message = f"input should be {known}" if known else _lower(error["msg"])
+        return f"{path}: {message}, not {shown(error.get('input'))}"
     near = _nearest(location)
     return f"{path}: unknown key" + (f"; did you mean {near}?" if near else "")
 
@@ -402,6 +338,8 @@ def _describe(error: Any) -> str:
 def _nearest(location: Sequence[str]) -> str | None:
     from difflib import get_close_matches
 
+    if len(location[-1]) > 80:
+        return None
     known = [f.name for f in fields(Config)]
     sections = {
         f.name: [g.name for g in fields(getattr(Config(), f.name))]
@@ -429,12 +367,43 @@ def _problem(parse: Any, value: Any) -> str | None:
     return None
 
 
-def _empty(value: str) -> str | None:
-    return None if value.strip() else "is empty"
+def _size_above_0(value: str | int) -> None:
+    if parse_size(value) == 0:
+        raise ValueError("must be above 0")
 
 
-def _unprintable(text: str) -> bool:
-    return "\n" in text or "\0" in text or "\r" in text
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Give each text and number of a config with its dotted path, down into lists and mappings."""
+    if is_dataclass(value):
+        items = [(f.name, getattr(value, f.name)) for f in fields(value)]
+    elif isinstance(value, Mapping):
+        items = [(_part(key), item) for key, item in value.items()]
+    elif isinstance(value, tuple):
+        items = [(str(i), item) for i, item in enumerate(value)]
+    else:
+        yield path, value
+        return
+    for name, item in items:
+        yield from _leaves(item, f"{path}.{name}" if path else name)
+
+
+def _plainly_wrong(path: str, value: Any) -> str | None:
+    """Say what no text, time or count may be, whatever its key."""
+    if isinstance(value, str):
+        # What goes to the engine as it is may be empty.
+        if not value.strip() and not path.startswith(("engine.args.", "engine.env.")):
+            return "is empty: give it a value or leave it out"
+        return "holds a NUL, a newline or another control character" if unprintable(value) else None
+    if isinstance(value, float) and not -_LONGEST_S <= value <= _LONGEST_S:
+        return f"must be a time of at most {_LONGEST_S:.0f} s (30 days), not {value:g}"
+    if type(value) is int and abs(value) > _MOST and not path.startswith(_SIZES):
+        return f"must be at most {_MOST}, not {shown(value)}"
+    return None
+
+
+def _part(key: str) -> str:
+    """Return a key as part of a path; one that would not show is quoted."""
+    return key if key.strip() and len(key) <= 80 and key.isprintable() else shown(key)
 
 
 def _lower(message: str) -> str:

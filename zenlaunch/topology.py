@@ -12,14 +12,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
-from zenlaunch.cpuset import EMPTY, CpuSet
+from zenlaunch.cpuset import EMPTY, MAX_ID, CpuSet
 from zenlaunch.errors import TopologyError
+from zenlaunch.saved import Saved
+from zenlaunch.values import printable, shown
 
 SCHEMA = 1
-
-_Enum = TypeVar("_Enum", bound=StrEnum)
+_LONG_RANGE = 4096  # CPUs; the list of more takes long to print, and nobody reads it
 
 
 class Severity(StrEnum):
@@ -30,11 +31,17 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the reader of a probe or plan should know; `code` is stable, `text` is for people."""
+    """What the reader of a probe or plan should know; `code` is stable, `text` is for people.
+
+    A text may quote a damaged file: what would do something to a terminal becomes a dot.
+    """
 
     code: str
     severity: Severity
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", printable(self.text))
 
     def to_dict(self) -> dict[str, str]:
         return {"code": self.code, "severity": self.severity.value, "text": self.text}
@@ -195,11 +202,11 @@ class Topology:
         """
         hint = "make the file again with `zenlaunch probe --json`"
         try:
-            top = _Saved(data, "")
+            top = Saved(data, "")
             if top.get("schema") != SCHEMA:
+                schema = shown(data["schema"])
                 raise TopologyError(
-                    f"{source}: probe schema {data['schema']!r}, this zenlaunch reads {SCHEMA}",
-                    hint=hint,
+                    f"{source}: probe schema {schema}, this zenlaunch reads {SCHEMA}", hint=hint
                 )
             topology = _from_saved(top)
             for problem in contradictions(topology):
@@ -252,90 +259,103 @@ def contradictions(topology: Topology) -> list[str]:
     for kind, groups in kinds.items():
         for group in groups:
             if not group.cpus <= t.online:
-                found.append(f"a {kind} has CPUs that are not online: {group.cpus - t.online}")
+                more = _few(group.cpus - t.online)
+                found.append(f"a {kind} has CPUs that are not online: {more}")
         ids = [group.id for group in groups if not isinstance(group, L3)]
         if len(set(ids)) < len(ids):
             found.append(f"two {kind}s have the same id")
-    packages, nodes = {p.id for p in t.packages}, {n.id for n in t.nodes}
+    domains: dict[CpuSet, int] = {}
+    for i, domain in enumerate(t.l3):
+        first = domains.setdefault(domain.cpus, i)
+        if first != i:
+            found.append(f"L3 {first} and L3 {i} have the same CPUs ({_few(domain.cpus)})")
+    packages = {p.id: p.cpus if p.cpus_known else None for p in t.packages}
+    nodes = {n.id: n.cpus if n.cpus_known else None for n in t.nodes}
+    for node in t.nodes:
+        if node.package is not None:
+            found += _not_in(f"node {node.id}", node.cpus, "package", node.package, packages)
+    found += _core_contradictions(t, packages, nodes)
+    if t.offline is not None and not t.offline.isdisjoint(t.online):
+        found.append(f"CPUs {_few(t.offline & t.online)} are both online and offline")
+    return found + _impossible_numbers(t)
+
+
+_Groups = Mapping[int, CpuSet | None]
+
+
+def _core_contradictions(t: Topology, packages: _Groups, nodes: _Groups) -> list[str]:
+    found: list[str] = []
+    domains = {i: domain.cpus for i, domain in enumerate(t.l3)}
     seen = EMPTY
     for core in t.cores:
+        name = f"core {core.id}"
         if not core.cpus or core.id != core.cpus.first:
-            found.append(f"core {core.id} is not named after its lowest CPU ({core.cpus})")
+            found.append(f"{name} is not named after its lowest CPU ({_few(core.cpus)})")
         if not core.cpus.isdisjoint(seen):
-            found.append(f"CPUs {core.cpus & seen} are in two cores")
+            found.append(f"CPUs {_few(core.cpus & seen)} are in two cores")
         seen |= core.cpus
-        if core.l3 is not None and not 0 <= core.l3 < len(t.l3):
-            found.append(f"core {core.id} names L3 {core.l3} of {len(t.l3)}")
-        if core.node is not None and core.node not in nodes:
-            found.append(f"core {core.id} names node {core.node}, which is not listed")
-        if core.package is not None and core.package not in packages:
-            found.append(f"core {core.id} names package {core.package}, which is not listed")
-    if any((n.memory_bytes or 0) < 0 for n in t.nodes):
-        found.append("a node has less than no memory")
-    if t.offline is not None and not t.offline.isdisjoint(t.online):
-        found.append(f"CPUs {t.offline & t.online} are both online and offline")
+        if core.l3 is not None and core.l3 not in domains:
+            found.append(f"{name} names L3 {core.l3} of {len(t.l3)}")
+        elif core.l3 is not None:
+            found += _not_in(name, core.cpus, "L3", core.l3, domains)
+        if core.node is not None:
+            found += _not_in(name, core.cpus, "node", core.node, nodes)
+        if core.package is not None:
+            found += _not_in(name, core.cpus, "package", core.package, packages)
+        if t.threads_per_core is not None and len(core.cpus) != t.threads_per_core:
+            found.append(
+                f"threads_per_core is {t.threads_per_core}, {name} has {len(core.cpus)} CPUs "
+                f"({_few(core.cpus)})"
+            )
+    if t.cores and not t.online <= seen:
+        found.append(f"CPUs {_few(t.online - seen)} are online and in no core, though cores are")
     return found
 
 
-class _Saved:
-    """One object of the JSON; every question names the key in its ValueError."""
-
-    def __init__(self, value: Any, path: str) -> None:
-        if not isinstance(value, dict):
-            raise ValueError(f"{path.rstrip('.') or 'the whole'} is not an object")
-        self.value, self.path = value, path
-
-    def get(self, key: str) -> Any:
-        if key not in self.value:
-            raise ValueError(f"the key {self.path}{key} is missing")
-        return self.value[key]
-
-    def wrong(self, key: str, why: str) -> ValueError:
-        return ValueError(f"{self.path}{key} is {str(self.value[key])[:60]!r}, {why}")
-
-    def text(self, key: str) -> str | None:
-        value = self.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(key, "not a text")
-        return value
-
-    def whole(self, key: str) -> int | None:
-        value = self.get(key)
-        if value is None or (type(value) is int and abs(value) < 1 << 63):
-            return value
-        raise self.wrong(key, "not a whole number")
-
-    def id(self, key: str) -> int:
-        value = self.whole(key)
-        if value is None:
-            raise self.wrong(key, "not a number")
-        return value
-
-    def cpus(self, key: str, default: str | None = None) -> CpuSet | None:
-        text = default if default is not None and key not in self.value else self.text(key)
-        try:
-            return None if text is None else CpuSet.parse(text)
-        except ValueError as e:
-            raise self.wrong(key, f"not a CPU list: {e}") from None
-
-    def all(self, key: str) -> list[_Saved]:
-        value = self.get(key)
-        if not isinstance(value, list):
-            raise self.wrong(key, "not a list")
-        return [_Saved(item, f"{self.path}{key}[{i}].") for i, item in enumerate(value)]
-
-    def one_of(self, key: str, kind: type[_Enum]) -> _Enum | None:
-        text = self.text(key)
-        try:
-            return None if text is None else kind(text)
-        except ValueError:
-            raise self.wrong(key, f"not one of {', '.join(kind)}") from None
+def _not_in(name: str, cpus: CpuSet, kind: str, number: int, groups: _Groups) -> list[str]:
+    """Say that a group is named and not listed, or that its list lacks CPUs of what names it."""
+    if number not in groups:
+        return [f"{name} names {kind} {number}, which is not listed"]
+    inside = groups[number]
+    if inside is None or cpus <= inside:
+        return []
+    return [
+        f"{name} (CPUs {_few(cpus)}) names {kind} {number}, whose CPUs are {_few(inside) or 'none'}"
+    ]
 
 
-def _from_saved(top: _Saved) -> Topology:
+def _impossible_numbers(t: Topology) -> list[str]:
+    found: list[str] = []
+    for node in t.nodes:
+        if not 0 <= node.id <= MAX_ID:
+            found.append(f"node {node.id} is outside 0-{MAX_ID}")
+        for what, size in (("memory", node.memory_bytes), ("free memory", node.free_bytes)):
+            if size is not None and size < 0:
+                found.append(f"a node has less than no {what}: node {node.id}, {size} bytes")
+        for to, distance in node.distances.items():
+            if distance < 0:
+                found.append(f"the distance from node {node.id} to node {to} is {distance}")
+    for i, domain in enumerate(t.l3):
+        if domain.size_bytes is not None and domain.size_bytes < 0:
+            found.append(f"L3 {i} has less than no size: {domain.size_bytes} bytes")
+    if t.threads_per_core is not None and t.threads_per_core < 1:
+        found.append(f"threads_per_core is {t.threads_per_core}, below 1")
+    return found
+
+
+def _few(cpus: CpuSet) -> str:
+    """Return a CPU list for a message, cut where it is long."""
+    if not cpus or cpus.last - cpus.first < _LONG_RANGE:
+        text = str(cpus)
+        return text if len(text) <= 60 else text[:57] + "..."
+    begin = ((1 << _LONG_RANGE) - 1) << cpus.first
+    return str(CpuSet.from_bits(cpus.bits & begin))[:57] + "..."
+
+
+def _from_saved(top: Saved) -> Topology:
     machine, allowed = (
-        _Saved(top.get("machine"), "machine."),
-        _Saved(top.get("allowed"), "allowed."),
+        Saved(top.get("machine"), "machine."),
+        Saved(top.get("allowed"), "allowed."),
     )
     avx512 = machine.value.get("avx512")
     if not isinstance(avx512, bool | None):
@@ -362,7 +382,7 @@ def _from_saved(top: _Saved) -> Topology:
         ),
         nodes=tuple(
             NumaNode(
-                id=n.id("id"),
+                id=n.id("id", most=MAX_ID),
                 cpus=n.cpus("cpus") or EMPTY,
                 cpus_known=n.get("cpus") is not None,
                 package=n.whole("package"),
@@ -402,12 +422,15 @@ def _from_saved(top: _Saved) -> Topology:
     )
 
 
-def _distances(node: _Saved) -> dict[int, int]:
-    row = _Saved(node.get("distances"), f"{node.path}distances.")
+def _distances(node: Saved) -> dict[int, int]:
+    row = Saved(node.get("distances"), f"{node.path}distances.")
     for key in row.value:
-        if not (key.isascii() and key.isdigit() and len(key) < 7):
+        if not (key.isascii() and key.isdigit() and len(key) < 7 and int(key) <= MAX_ID):
             raise row.wrong(key, "and its key is not a node number")
-    return {int(key): row.id(key) for key in row.value}
+    found = {int(key): row.id(key) for key in row.value}
+    if len(found) < len(row.value):
+        raise ValueError(f"{row.path.rstrip('.')} gives a node two distances")
+    return found
 
 
 def _text(s: CpuSet | None) -> str | None:

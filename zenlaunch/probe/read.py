@@ -12,6 +12,7 @@ from typing import Any
 from zenlaunch.errors import TopologyError
 from zenlaunch.probe import collect_env, lscpu, lscpu_table, numactl
 from zenlaunch.probe.source import Source, make_source
+from zenlaunch.saved import parse_json
 from zenlaunch.topology import Topology
 
 _HINT = (
@@ -63,10 +64,10 @@ _READERS = {
 
 def _read_json(text: str, lines: Source) -> Topology:
     try:
-        data: Any = json.loads(text)
+        data: Any = parse_json(text)
     except json.JSONDecodeError as e:
         raise lines.wrong(e.lineno, f"not JSON: {e.msg} (column {e.colno})", hint=_HINT) from None
-    except (RecursionError, ValueError) as e:  # nested without end; a number without end
+    except (RecursionError, ValueError) as e:  # nested or a number without end; a key twice
         raise lines.wrong(1, f"not JSON that a probe or lscpu prints: {e}", hint=_HINT) from None
     if isinstance(data, dict) and "schema" in data:
         return Topology.from_dict(data, source=lines.name)
