@@ -29,7 +29,9 @@ from zenlaunch.split import Split, apply_recipe, deal, decide_split, own_cores
 from zenlaunch.topology import Core, Note, NumaNode, Severity, Topology
 
 SCHEMA = 1
-# Notes of the probe that the plan answers with what it did about them.
+# Notes of the probe that a plan repeats though they are no warnings, and those that it answers with
+# what it did about them.
+_TOLD = {"virtual-machine"}
 _SAID_BY_PLAN = {"memoryless-node", "allowed-mems-remote"}
 _ORDINALS = {2: "second", 3: "third", 4: "fourth"}
 
@@ -215,7 +217,8 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
             *(
                 n
                 for n in topology.notes
-                if n.severity is not Severity.INFO and n.code not in _SAID_BY_PLAN
+                if (n.severity is not Severity.INFO or n.code in _TOLD)
+                and n.code not in _SAID_BY_PLAN
             ),
             *notes,
             *_memory_only_notes(topology),

@@ -61,6 +61,13 @@ def read_machine(tree: Tree, *, arch: str | None) -> Machine:
     )
 
 
+def is_virtual(tree: Tree) -> bool:
+    """Say whether the CPU tells its guests of a hypervisor (x86)."""
+    text = tree.text(CPUINFO, limit=_HEAD) or ""
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return "hypervisor" in flags.split()
+
+
 def read_cpuinfo(tree: Tree) -> CpuInfo:
     """Read every block; numbers that cannot be read are None, this file is only a fallback."""
     text = tree.text(CPUINFO)

@@ -104,7 +104,8 @@ def from_fields(source: Source, fields: list[Field], *, origin: str) -> Topology
         cores=_cores(online, nodes, packages, threads),
         threads_per_core=threads,
     )
-    return replace(topology, notes=(*notes, *remarks(topology)))
+    virtual = "Hypervisor vendor" in by_name
+    return replace(topology, notes=(*notes, *remarks(topology, virtual=virtual)))
 
 
 def _find(source: Source, item: Mapping[str, Any]) -> int:

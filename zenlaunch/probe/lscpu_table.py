@@ -202,7 +202,7 @@ def _topology(source: Source, rows: list[_Row], columns: list[str], *, origin: s
         ),
         threads_per_core=_same({len(cpus) for cpus in cores}),
     )
-    return replace(topology, notes=(*notes, *remarks(topology)))
+    return replace(topology, notes=(*notes, *remarks(topology, virtual=False)))
 
 
 def _missing_columns(columns: list[str]) -> list[Note]:

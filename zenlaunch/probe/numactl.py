@@ -88,7 +88,7 @@ def read_numactl(source: Source) -> Topology:
     )
     if known and not topology.online:
         raise source.wrong(min(n for n, _ in found.cpus.values()), "no node has a CPU")
-    return replace(topology, notes=(*notes, *remarks(topology)))
+    return replace(topology, notes=(*notes, *remarks(topology, virtual=False)))
 
 
 def _scan(source: Source) -> _Found:

@@ -12,13 +12,20 @@ from zenlaunch.cpuset import CpuSet, union
 from zenlaunch.topology import CoreKind, Note, Severity, Topology
 
 
-def remarks(topology: Topology) -> tuple[Note, ...]:
-    """Return the notes of a topology, in the order of its JSON."""
-    return tuple(
+def remarks(topology: Topology, *, virtual: bool) -> tuple[Note, ...]:
+    """Return the notes of a topology, in the order of its JSON.
+
+    `virtual` says that the source shows a hypervisor.
+    """
+    notes = [
         Note(code=code, severity=severity, text=text)
         for part in (_cpus, _cores, _nodes, _distances, _l3)
         for code, severity, text in part(topology)
-    )
+    ]
+    if virtual and sum(1 for node in topology.nodes if node.cpus) <= 1:
+        text = "this is a virtual machine: the host may have NUMA nodes that it does not show"
+        notes.append(Note(code="virtual-machine", severity=Severity.INFO, text=text))
+    return tuple(notes)
 
 
 _Remarks = Iterator[tuple[str, Severity, str]]

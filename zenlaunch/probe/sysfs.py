@@ -19,7 +19,7 @@ from zenlaunch.errors import TopologyError
 from zenlaunch.probe.caches import read_l3
 from zenlaunch.probe.cgroup import read_allowed
 from zenlaunch.probe.conflicts import conflicts, few
-from zenlaunch.probe.cpuinfo import CPUINFO, CpuInfo, read_cpuinfo, read_machine
+from zenlaunch.probe.cpuinfo import CPUINFO, CpuInfo, is_virtual, read_cpuinfo, read_machine
 from zenlaunch.probe.nodes import own_nodes, read_nodes
 from zenlaunch.probe.remarks import remarks
 from zenlaunch.probe.tree import Tree
@@ -96,7 +96,7 @@ def read_tree(tree: Tree, *, affinity: CpuSet | None, live: bool) -> Topology:
         nohz_full=(tree.cpulist(f"{CPU}/nohz_full") or EMPTY) & online,
     )
     notes += conflicts(tree, topology)
-    return replace(topology, notes=(*notes, *remarks(topology)))
+    return replace(topology, notes=(*notes, *remarks(topology, virtual=is_virtual(tree))))
 
 
 def _no_cpus(tree: Tree) -> TopologyError:
