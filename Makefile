@@ -45,6 +45,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
+	@scripts/debian_packages.sh shellcheck || echo "going on without it" >&2
 	@$(MAKE) --no-print-directory setup-vllm || echo "the tests with a real vLLM will be skipped" >&2
 	$(BIN)/python -m pytest
 
