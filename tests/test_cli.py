@@ -65,7 +65,8 @@ def test_help_names_every_command(zenlaunch: Run) -> None:
         (("plan", "m", "--json", "--explain"), 2, "cannot be combined"),
         (("plan", "m", "--machine", ""), 2, "is empty"),
         (("plan", "--engine", "command", "--", "--x{port}"), 2, "begins with a program"),
-        (("up", "/no/such/model", "--python", "/bin/false"), 4, "/bin/false"),
+        (("up", "/no/such/model"), 4, "/no/such/model does not exist"),
+        (("plan", "./no/such/model"), 4, "./no/such/model does not exist"),
     ],
 )
 def test_mistakes(zenlaunch: Run, args: tuple[str, ...], status: int, message: str) -> None:

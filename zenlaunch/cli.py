@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config", help="About the config file.")
-app.add_typer(cli_render.app, name="render", help="Make files that run the plan: systemd, shell.")
+app.add_typer(cli_render.app, name="render", help="Make units or a script of the plan.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -89,7 +89,10 @@ def probe(
                      help="Pack this machine's description into a folder, to send it."),
     ] = None,
 ) -> None:  # fmt: skip
-    """Show what this machine is: sockets, NUMA nodes, L3 domains, cores."""
+    """Show what this machine is.
+
+    Sockets, NUMA nodes, L3 domains, cores.
+    """
     only_one({"--from": source, "--sysroot": sysroot})
     only_one({"--from": source, "--save": save})
     if save is not None:
@@ -132,7 +135,11 @@ def plan(
     *,
     wishes: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Show how this machine would be split, and the commands that do it."""
+    """Show how it would be split.
+
+    And the commands that do it. What follows `--` goes to the engine:
+    zenlaunch plan MODEL -- --max-model-len 8192
+    """
     from zenlaunch.compose import compose, read_machine
 
     only_one({"--machine": machine, "--sysroot": sysroot})

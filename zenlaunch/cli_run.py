@@ -82,7 +82,10 @@ def up(
     *,
     wishes: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Start the instances and the proxy; stay until Ctrl-C."""
+    """Start instances and proxy; stay until Ctrl-C.
+
+    What follows `--` goes to the engine: zenlaunch up MODEL -- --max-model-len 8192
+    """
     from zenlaunch.compose import compose, read_machine
     from zenlaunch.output import make_console, print_plan
     from zenlaunch.up import choose_folders, refuse_other_machine, refuse_what_cannot_run
@@ -165,7 +168,9 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
 
     code = background.wait_ready(process, folders.runtime / name / "control.sock", on_status=show)
     if code is None:
-        console.print(f"{name} is up; see `zenlaunch status`, `zenlaunch down`; talk in {output}")
+        which = "" if name == "default" else f" --name {name}"
+        console.print(f"{name} is up; `zenlaunch status{which}`, `zenlaunch down{which}`")
+        console.print(f"its output goes to {output}")
         return
     tail = output.read_text(errors="replace").splitlines()[-20:]
     raise LaunchError(
@@ -205,7 +210,10 @@ def proxy(
     *,
     wishes: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Run the proxy alone, before engines that somebody else started."""
+    """Run the proxy alone.
+
+    Before engines that somebody else started; each --upstream is one.
+    """
     from zenlaunch.front import proxy_options
     from zenlaunch.notify import listen_fd
     from zenlaunch.proxy.server import run as serve
@@ -246,7 +254,10 @@ def status(as_json: AsJson = False, name: Name = "default") -> None:
 
 
 def verify(as_json: AsJson = False, name: Name = "default") -> None:
-    """Compare the running instances with their plan: threads, pages, libraries."""
+    """Compare what runs with the plan.
+
+    Threads, pages and libraries; exit status 0 only when all is as planned.
+    """
     from zenlaunch import units
     from zenlaunch.output import make_console
     from zenlaunch.screens import print_verify
@@ -272,17 +283,23 @@ def logs(
     name: Name = "default",
 ) -> None:
     """Print the last lines of an instance's log."""
-    from zenlaunch import control, units
+    from zenlaunch import control, deployments, units
     from zenlaunch.up import choose_folders
 
     if (under := _units(name)) is not None:
         command = units.log_command(under, member, lines=lines, follow=follow)
         raise typer.Exit(subprocess.call(command))
-    folder = choose_folders(name, os.environ).logs
+    folders = choose_folders(name, os.environ)
+    folder = folders.logs
     path = folder / f"{member}.log"
     if not re.fullmatch(r"[A-Za-z0-9._-]+", member) or not path.is_file():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.log"))) or "none"
         raise LaunchError(f"there is no log of {member!r} in {folder}", hint=f"logs: {there}")
+    if not any(
+        k.running and k.name == name
+        for k in deployments.known(choose_folders(name, os.environ).runtime)
+    ):
+        print(f"{name} is not up: this is the log of an earlier run", file=sys.stderr)
     stop = (lambda: False) if follow else None
     for line in control.follow(path, last=lines, stop=stop):
         write_line(line)
@@ -296,7 +313,10 @@ def restart(
     ] = False,
     name: Name = "default",
 ) -> None:
-    """Drain, end and start an instance anew; wait until it is ready."""
+    """Restart an instance, or all in turn.
+
+    Drained first; returns when it is ready again.
+    """
     if (member is None) == (not rolling):
         raise ConfigError("name one instance, or say --rolling")
     from zenlaunch import units
@@ -339,7 +359,10 @@ def down(
     ] = False,
     name: Name = "default",
 ) -> None:
-    """Stop a deployment: no new requests, answers finish, then everything ends."""
+    """Stop a deployment.
+
+    No new requests, answers finish, then everything ends.
+    """
     from zenlaunch import deployments, units
 
     if (under := _units(name)) is not None:
@@ -349,6 +372,10 @@ def down(
     known = _find(name)
     _ask(name, {"do": "down", "hurry": now})
     deployments.wait_gone(known)
+    # The lock is given back a moment before the program itself has ended.
+    until = time.monotonic() + 10
+    while Path(f"/proc/{known.pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
     print(f"{name} is down")
 
 

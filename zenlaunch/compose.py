@@ -16,7 +16,7 @@ from typing import Any
 from zenlaunch.binding import split_numactl
 from zenlaunch.config import Config
 from zenlaunch.engines import ENGINES, EngineChoice, EngineFacts
-from zenlaunch.errors import ConfigError, TopologyError
+from zenlaunch.errors import ConfigError, PlanError, TopologyError
 from zenlaunch.memory import ModelSizes
 from zenlaunch.named_file import read_named_file
 from zenlaunch.plan import Plan, make_plan
@@ -92,6 +92,8 @@ def compose(config: Config, topology: Topology, *, here: bool) -> Composed:
     if config.model is not None and Path(config.model).expanduser().is_dir():
         # A pasted command, a unit and a detached run start in other folders.
         config = replace(config, model=str(Path(config.model).expanduser().absolute()))
+    if here and folder is None and (config.model or "").startswith(("/", "./", "../", "~")):
+        raise PlanError(f"the model folder {config.model} does not exist", hint="check the path")
     sizes = ModelSizes() if folder is None else read_sizes(folder, config.engine.args)
     facts = find_engine(config.engine, topology.machine, here=here, environ=os.environ)
     choice = engine.choose(config, facts)

@@ -72,7 +72,7 @@ class EngineConfig:
 
     `python` is the interpreter of the engine's environment (None: found on this machine);
     `version` names a version for a machine you are not on. `args` go to the engine as they are,
-    `env` is set for each instance. `command` is the program of the `command` engine.
+    `env` is set for each instance. For the engine `command`, `args` are the whole command.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -146,7 +146,7 @@ class ProxySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The whole wish. `model` is a hub name or a path; None where a command does not need one."""
+    """A deployment. `model` is a hub name or a folder; `base_port` is the first instance's."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
     model: str | None = None

@@ -124,7 +124,7 @@ class Claim:
 
     def release(self) -> None:
         """Give the name back; the folder keeps nothing but the lock."""
-        for name in ("state.json", "control.sock", "proxy.sock"):
+        for name in ("state.json", "control.sock", "proxy.sock", "upstream.key"):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
         with contextlib.suppress(OSError):

@@ -372,7 +372,7 @@ def _reason(split: SplitConfig, share: _Share, reserved: CpuSet) -> str:
     pool, cores = share.pool, share.cores
     domains = len({core.l3 for core in cores if core.l3 is not None})
     how = f"{len(cores)} of {pool.name}'s {len(pool.cores)} core{'s' * (len(pool.cores) != 1)}"
-    if share.count > 1:
+    if share.count > 1 and len(cores) > 1:
         if split.layout is Layout.L3:
             how += f", {domains} L3 domain{'s' * (domains != 1)} of its own"
         elif split.layout is Layout.CONTIGUOUS:

@@ -85,7 +85,8 @@ class UpScreen:
                 self._set(name, f"ready    {seconds:.0f} s")
             case events.Failed():
                 self._set(event.name, "failed")
-                self.say(event.message, "bold red")
+                if not event.starting or event.retry_s is not None:
+                    self.say(event.message, "bold red")  # else it ends `up`, and is its error
                 if event.retry_s is not None:
                     self.say(f"  again in {event.retry_s:.0f} s", "dim")
             case events.StateChanged(name=name, state=state) if state in _QUIET_STATES:
@@ -95,7 +96,7 @@ class UpScreen:
                 self.say(f"warning  {f'{name}: ' if name else ''}{text}", "yellow")
             case events.Stopping(why=why):
                 self.settle()
-                self.say(f"stopping ({why})")
+                self.say(f"stopping ({why})" if len(why) < 20 else "stopping")
             case _:
                 pass
 
@@ -144,24 +145,22 @@ def print_status(document: Mapping[str, Any], console: Console) -> None:
     if rate:
         parts.append(f"{sum(rate):,.0f} tok/s")
     if running:
-        parts.append(f"{sum(running):.0f} running, {sum(waiting):.0f} waiting")
+        parts.append(f"{sum(running):.0f} running")
+    if waiting:
+        parts.append(f"{sum(waiting):.0f} waiting")
     console.print(Text("   ".join(parts), style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     for name in (
         "inst", "state", "node", "cores", "running", "waiting", "KV", "tok/s", "RSS", "remote",
         "restarts",
     ):  # fmt: skip
-        table.add_column(
-            name,
-            justify="left" if name in ("inst", "state") else "right",
-            no_wrap=True,
-            min_width=max(len(name), 8 if name == "state" else 0),
-        )
+        left = name in ("inst", "state")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         remote = row["remote_page_ratio"]
         table.add_row(
             row["name"],
-            row["state"] if row["phase"] is None else f"{row['state']}: {row['phase']}",
+            row["state"],
             _cell(row["node"]),
             str(len(CpuSet.parse(row["cpus"]))),
             _cell(row["requests_running"]),
@@ -173,6 +172,9 @@ def print_status(document: Mapping[str, Any], console: Console) -> None:
             str(row["restarts"]),
         )
     console.print(table)
+    for row in rows:
+        if row["phase"] is not None:
+            console.print(f"{row['name']}  {row['phase']}")
     proxy = document["proxy"]
     if proxy is not None and proxy["state"] != "ready":
         print_note("warning", f"the proxy is {proxy['state']}.", console)

@@ -218,8 +218,8 @@ def _busiest_size(counts: Sequence[int], largest: Sequence[int]) -> int:
 
 
 def _does_not_fit(split: SplitConfig, pools: Sequence[Pool], proxy_cores: int) -> PlanError:
-    have = ", ".join(f"{pool.name} {len(pool.cores)}" for pool in pools)
-    kept = f", {proxy_cores} of {pools[0].name} for the proxy" if proxy_cores else ""
+    have = ", ".join(f"{len(pool.cores)} on {pool.name}" for pool in pools)
+    kept = f", of which {proxy_cores} on {pools[0].name} for the proxy" if proxy_cores else ""
     size = split.cores_per_instance or 1
     asked = f"instances of {size} core{'s' * (size != 1)}"
     if split.instances is not None:
@@ -231,7 +231,10 @@ def _does_not_fit(split: SplitConfig, pools: Sequence[Pool], proxy_cores: int) -
         asked += f" on whole L3 domains (the smallest node has {domains})"
     return PlanError(
         f"{asked} do not fit: usable cores are {have}{kept}",
-        hint="fewer instances, a smaller --cores-per-instance, or another --layout",
+        hint="fewer instances"
+        + (", a smaller --cores-per-instance" if size > 1 else "")
+        + (", another --layout" if split.layout is Layout.L3 else "")
+        + (", or --reserve-proxy 0" if proxy_cores else ""),
     )
 
 

@@ -29,7 +29,7 @@ from zenlaunch.topology import Topology
 
 PROXY_NAME = "proxy"
 MAX_SOCKET_PATH = 107  # sun_path of unix(7), less its NUL
-# vLLM asks for this key on /v1, so that nobody on this machine walks round the proxy.
+# vLLM asks for this key on /v1 and /inference; its other paths stay open on the loopback.
 ENGINE_KEY = "VLLM_API_KEY"
 
 
@@ -87,9 +87,6 @@ def refuse_what_cannot_run(composed: Composed) -> None:
             hint="name the interpreter of its environment with --python, or install it "
             '(README, "Install vLLM")',
         )
-    model = config.model
-    if composed.model_folder is None and model is not None and model.startswith(("/", ".", "~")):
-        raise LaunchError(f"the model folder {model} does not exist", hint="check the path")
     if any(i.memory.kv_bytes is None for i in plan.instances) and len(plan.instances) > 1:
         raise PlanError(
             "the size of the KV cache is not known, and several instances on one machine must not "

@@ -42,6 +42,18 @@ SIGNATURES: tuple[Signature, ...] = (
         fatal=True,
     ),
     Signature(
+        marker="No working C++ compiler found",
+        cause="there is no C++ compiler, and vLLM compiles the model when it starts",
+        advice="Debian, Ubuntu: apt install g++ python3-dev (or, slower: -- --enforce-eager)",
+        fatal=True,
+    ),
+    Signature(
+        marker="Python.h: No such file",
+        cause="the headers of Python are missing, and vLLM compiles the model when it starts",
+        advice="Debian, Ubuntu: apt install python3-dev (or, slower: -- --enforce-eager)",
+        fatal=True,
+    ),
+    Signature(
         marker="Insufficient space in /dev/shm",
         cause="/dev/shm is too small",
         advice="Each vLLM instance needs about 400 MiB there. In docker: --shm-size=4g (or "
