@@ -26,6 +26,7 @@ from zenlaunch.cli_options import (
     takes_wishes,
 )
 from zenlaunch.errors import RenderError
+from zenlaunch.topology import Severity
 
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
@@ -161,6 +162,9 @@ def shell(
     config = _with_whole_path(read_config(ctx, model, config_file, port, zentorch, wishes))
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
+    for note in composed.plan.notes:
+        if note.severity is not Severity.INFO:
+            _say(f"{note.severity.value}  {note.text}")
     options = RenderOptions(
         program=_find_program(program, here=here), remake=_remake(sys.argv), topology=topology
     )
