@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("topology", "config", "binding"),
     ("same_machine",),
     ("memory", "pools", "spec"),
-    ("split",),
+    ("split", "homes"),
     (
         "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
         "proxy.retry", "proxy.routes", "proxy.sse",

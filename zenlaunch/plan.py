@@ -15,18 +15,17 @@ from zenlaunch.binding import Binding
 from zenlaunch.config import Config, Layout, SplitConfig, parse_listen
 from zenlaunch.cpuset import EMPTY, CpuSet, union
 from zenlaunch.errors import PlanError
+from zenlaunch.homes import Share, find_remedy, home_notes, memory_home, memory_only_notes
 from zenlaunch.memory import (
     InstanceMemory,
     ModelSizes,
     NodeLedger,
-    Remedy,
-    gib,
     ledger,
     size_instances,
 )
 from zenlaunch.pools import Pool, Step, note, usable_pools
 from zenlaunch.split import Split, apply_recipe, deal, decide_split, own_cores
-from zenlaunch.topology import Core, Note, NumaNode, Severity, Topology
+from zenlaunch.topology import Note, Severity, Topology
 
 SCHEMA = 1
 # Notes of the probe that a plan repeats though they are no warnings, and those that it answers with
@@ -184,9 +183,9 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
     split = apply_recipe(topology, config.split)
     pools, notes, steps = usable_pools(topology, split)
     decided, decision_notes = decide_split(topology, split, pools)
-    homes = [_memory_home(topology, pool) for pool in pools]
+    homes = [memory_home(topology, pool) for pool in pools]
     dealt = [
-        _Share(pool=pool, home=home, cores=cores, count=count)
+        Share(pool=pool, home=home, cores=cores, count=count)
         for pool, home, own, count in zip(
             pools, homes, own_cores(pools, decided), decided.counts, strict=True
         )
@@ -221,9 +220,9 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
                 and n.code not in _SAID_BY_PLAN
             ),
             *notes,
-            *_memory_only_notes(topology),
+            *memory_only_notes(topology),
             *decision_notes,
-            *_home_notes(dealt),
+            *home_notes(dealt),
             *proxy_notes,
             *_spare_notes(pools, spare),
             *sizes.notes,
@@ -247,97 +246,12 @@ def make_plan(topology: Topology, config: Config, *, sizes: ModelSizes, engine: 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """One instance: its cores, one of `count` shares of the pool, and the node of its memory."""
-
-    pool: Pool
-    home: NumaNode | None
-    cores: tuple[Core, ...]
-    count: int
-
-
-def _memory_home(topology: Topology, pool: Pool) -> NumaNode | None:
-    """Return the node whose memory a pool's instances use: its own, or else the nearest usable."""
-    node = pool.node
-    if node is None:
-        return None
-
-    def usable(n: NumaNode) -> bool:
-        allowed = topology.allowed_mems is None or n.id in topology.allowed_mems
-        return allowed and n.memory_bytes != 0
-
-    if usable(node):
-        return node
-    # Nodes without CPUs (CXL, HBM, GPU memory) are never taken by themselves.
-    candidates = [n for n in topology.nodes if usable(n) and n.cpus]
-    if not candidates:
-        raise PlanError(
-            f"node {node.id} has no memory that may be used, and neither has any other node with "
-            f"CPUs (allowed memory nodes: {topology.allowed_mems})",
-            hint="check cpuset.mems of the container or service that zenlaunch runs in",
-        )
-    return min(candidates, key=lambda n: (node.distances.get(n.id, 255), n.id))
-
-
-def _memory_only_notes(topology: Topology) -> list[Note]:
-    idle = [n for n in topology.nodes if not n.cpus and n.memory_bytes != 0]
-    if not idle:
-        return []
-    sizes = ", ".join(
-        f"node {n.id} ({'size unknown' if n.memory_bytes is None else gib(n.memory_bytes)})"
-        for n in idle
-    )
-    return [
-        note(
-            "memory-only-nodes",
-            f"{sizes}: memory without CPUs (CXL, HBM or a device's); no instance is bound to it.",
-        )
-    ]
-
-
-def _home_notes(dealt: Sequence[_Share]) -> list[Note]:
-    notes = []
-    for share in dealt:
-        node, home = share.pool.node, share.home
-        if node is None or home is None or home.id == node.id:
-            continue
-        why = "has no memory" if node.memory_bytes == 0 else "has memory that is not allowed here"
-        distance = node.distances.get(home.id)
-        text = f"node {node.id} {why}: its instances use node {home.id}, " + (
-            f"the nearest at distance {distance}." if distance else "distance unknown."
-        )
-        notes.append(note("remote-memory", text, Severity.WARNING))
-    return list(dict.fromkeys(notes))
-
-
-def _remedy(topology: Topology, config: Config, dealt: Sequence[_Share], home: int) -> Remedy:
-    """Return what could be typed when node `home` cannot hold the instances that use it."""
-    users = {id(s.pool) for s in dealt if s.home is not None and s.home.id == home}
-    pools = len({id(s.pool) for s in dealt})
-
-    def fewer(k: int) -> str | None:
-        if len(users) > 1:  # instances of other nodes use this memory too: no option counts them
-            return "--nodes, to leave out some of those that use its memory"
-        if config.split.recipe is not None:
-            return f"--instances-per-node {k}, without the recipe"
-        if config.split.instances is not None:
-            return f"--instances {k * pools}"
-        return f"--instances-per-node {k}"
-
-    larger = None
-    if len([n for n in topology.nodes if n.cpus]) > len(topology.packages) >= 1:
-        amd = topology.machine.vendor == "AuthenticAMD"
-        larger = "fewer NUMA nodes per socket" + (" (BIOS: NPS1)" if amd else " (BIOS)")
-    return Remedy(fewer=fewer, larger_node=larger)
-
-
 def _make_instances(
     topology: Topology,
     config: Config,
     split: SplitConfig,
     sizes: ModelSizes,
-    dealt: Sequence[_Share],
+    dealt: Sequence[Share],
     decided: Split,
 ) -> tuple[PlannedInstance, ...]:
     homes = [share.home for share in dealt]
@@ -360,7 +274,7 @@ def _make_instances(
                     homes.count(home),
                     config.memory,
                     sizes,
-                    _remedy(topology, config, dealt, -1 if home is None else home.id),
+                    find_remedy(topology, config, dealt, -1 if home is None else home.id),
                 ),
                 reason=_reason(split, share, reserved),
             )
@@ -368,7 +282,7 @@ def _make_instances(
     return tuple(instances)
 
 
-def _reason(split: SplitConfig, share: _Share, reserved: CpuSet) -> str:
+def _reason(split: SplitConfig, share: Share, reserved: CpuSet) -> str:
     pool, cores = share.pool, share.cores
     domains = len({core.l3 for core in cores if core.l3 is not None})
     how = f"{len(cores)} of {pool.name}'s {len(pool.cores)} core{'s' * (len(pool.cores) != 1)}"
