@@ -129,14 +129,15 @@ def _run_here(
     from zenlaunch.output import plan_map
     from zenlaunch.screens import UpScreen
     from zenlaunch.session import Session
-    from zenlaunch.up import make_deployment, proxy_url
+    from zenlaunch.up import make_deployment, members_of, proxy_url
 
     for gone in deployments.end_leftovers(folders.runtime):
         console.print(f"ended a leftover of {gone.deployment}: pid {gone.pid} ({gone.command})")
     url = proxy_url(composed.plan)
-    deployment = make_deployment(name, composed, folders, hangup_stops=not background)
-    members = [*deployment.instances, *([deployment.proxy] if deployment.proxy else [])]
+    members = members_of(name, composed, folders)
     with deployments.claim(folders.runtime, name, members, url=url, log_dir=folders.logs) as claim:
+        # After the claim: what it writes belongs to the deployment of this name.
+        deployment = make_deployment(name, composed, folders, hangup_stops=not background)
         console.print(*plan_map(composed.topology, composed.plan), sep="\n")
         console.print(f"logs in {folders.logs}")
         with UpScreen(composed.plan, console) as screen:

@@ -95,10 +95,16 @@ def refuse_what_cannot_run(composed: Composed) -> None:
         )
 
 
+def members_of(name: str, composed: Composed, folders: Folders) -> tuple[LaunchSpec, ...]:
+    """Return the instances and the proxy, for what they take of the machine."""
+    socket = folders.runtime / name / "proxy.sock"
+    return (*composed.specs, proxy_spec(composed.plan, composed.config, socket, key_file=None))
+
+
 def make_deployment(
     name: str, composed: Composed, folders: Folders, *, hangup_stops: bool
 ) -> Deployment:
-    """Return what the supervisor runs."""
+    """Return what the supervisor runs; writes the engines' key into the runtime folder."""
     runtime = folders.runtime / name
     socket = runtime / "proxy.sock"
     if len(os.fsencode(socket)) > MAX_SOCKET_PATH:

@@ -48,6 +48,7 @@ class Pair:
     screen: Path
     plan: dict[str, Any]
     folder: Path
+    environ: dict[str, str]
 
     @property
     def url(self) -> str:
@@ -93,7 +94,7 @@ def pair(
             capture_output=True, check=True, cwd=ROOT,
         ).stdout
     )  # fmt: skip
-    running = Pair(process=process, screen=screen, plan=plan, folder=folder)
+    running = Pair(process=process, screen=screen, plan=plan, folder=folder, environ=environ)
     try:
         wait_for(
             lambda: process.poll() is not None or "'Say hello.' ->" in running.text(),
@@ -176,6 +177,21 @@ def test_engines_cannot_be_reached_round_the_proxy(pair: Pair) -> None:
                 assert secret.encode() not in (entry / "cmdline").read_bytes()
     for log in pair.folder.rglob("*.log"):
         assert secret not in log.read_text(errors="replace")
+
+
+def test_a_second_up_of_the_name_touches_nothing(pair: Pair, vllm_python: Path) -> None:
+    (key,) = (pair.folder / "zenlaunch").rglob("upstream.key")
+    before = key.read_text()
+    port = free_ports(3)
+    done = subprocess.run(
+        [ROOT / ".venv/bin/zenlaunch", "up", ".cache/tiny-llama", "--python", str(vllm_python),
+         "--name", f"pair-{os.getpid()}", "--kv-cache", "512M", "--overhead", "1G",
+         "--port", str(port), "--base-port", str(port + 1), "--", "--max-model-len", "1024"],
+        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=pair.environ,
+    )  # fmt: skip
+    assert done.returncode == 6, done.stdout
+    assert "is up already" in done.stderr
+    assert key.read_text() == before
 
 
 def test_client_that_leaves_frees_the_engine(pair: Pair) -> None:
