@@ -10,7 +10,7 @@ import pytest
 
 from zenlaunch import config as c
 from zenlaunch.errors import ConfigError
-from zenlaunch.values import shown
+from zenlaunch.values import host_port, shown
 from zenlaunch.yaml_text import read_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -60,6 +60,7 @@ def assert_readable(message: str) -> None:
 )
 def test_addresses(text: str, pair: tuple[str, int]) -> None:
     assert c.parse_listen(text) == pair
+    assert c.parse_listen(host_port(*pair)) == pair
 
 
 @pytest.mark.parametrize(

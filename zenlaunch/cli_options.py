@@ -28,6 +28,7 @@ from zenlaunch.config import (
 )
 from zenlaunch.errors import ConfigError
 from zenlaunch.named_file import read_named_file
+from zenlaunch.values import host_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +199,7 @@ def read_config(
     if port is None:
         return config
     host, _ = parse_listen(config.proxy.listen)
-    host = f"[{host}]" if ":" in host else host
-    listen = replace(config.proxy, listen=f"{host}:{port}")
+    listen = replace(config.proxy, listen=host_port(host, port))
     return validated(replace(config, proxy=listen), source=source)
 
 

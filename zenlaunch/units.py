@@ -21,6 +21,7 @@ from zenlaunch import checks, child, observe
 from zenlaunch.errors import LaunchError
 from zenlaunch.guard import Guarded, read_plan_file
 from zenlaunch.spec import Evidence, LaunchSpec
+from zenlaunch.values import host_port
 
 SCHEMA = 1
 DEFAULT_NAME = "zenlaunch"  # what `--name default` is called under systemd
@@ -78,7 +79,6 @@ def status(units: Units) -> dict[str, Any]:
     shown = _show(units)
     usable = _usable(units)
     proxy = units.instances[0].plan.proxy
-    host = _front_host(units)
     rows = []
     for one in units.instances:
         row = _member(one.instance.name, one.launch.port, shown[units.unit(one.instance.name)])
@@ -105,7 +105,7 @@ def status(units: Units) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "name": units.prefix,
-        "url": f"http://{f'[{host}]' if ':' in host else host}:{proxy.port}/v1",
+        "url": f"http://{host_port(checks.connect_host(proxy.host), proxy.port)}/v1",
         "supervisor": "systemd",
         "state": _overall(states),
         "uptime_s": _since_s(target["ActiveEnterTimestampMonotonic"]) or 0.0,
@@ -250,17 +250,12 @@ def _since_s(monotonic_usec: str) -> float | None:
 
 def _usable(units: Units) -> dict[str, str]:
     """Return the proxy's word on each upstream; {} when it does not answer."""
-    port = units.instances[0].plan.proxy.port
-    text = _get(port, "/zenlaunch/status", host=_front_host(units))
+    proxy = units.instances[0].plan.proxy
+    text = _get(proxy.port, "/zenlaunch/status", host=checks.connect_host(proxy.host))
     try:
         return {row["name"]: row["state"] for row in json.loads(text or "{}")["upstreams"]}
     except (ValueError, KeyError, TypeError):
         return {}
-
-
-def _front_host(units: Units) -> str:
-    host = units.instances[0].plan.proxy.host
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _get(port: int, path: str, *, host: str = "127.0.0.1") -> str | None:

@@ -26,6 +26,7 @@ from zenlaunch.same_machine import differences
 from zenlaunch.spec import HealthCheck, LaunchSpec
 from zenlaunch.supervisor import Deployment
 from zenlaunch.topology import Topology
+from zenlaunch.values import host_port
 
 PROXY_NAME = "proxy"
 MAX_SOCKET_PATH = 107  # sun_path of unix(7), less its NUL
@@ -135,8 +136,7 @@ def make_deployment(
 
 def proxy_url(plan: Plan) -> str:
     """Return where a client on this machine reaches the proxy."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(plan.proxy.host, plan.proxy.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{plan.proxy.port}"
+    return f"http://{host_port(checks.connect_host(plan.proxy.host), plan.proxy.port)}"
 
 
 def _has_own_key(config: Config, environ: Mapping[str, str]) -> bool:
@@ -163,11 +163,10 @@ def proxy_spec(
 ) -> LaunchSpec:
     """Return how the proxy is started: this program again, on the CPUs of the plan."""
     proxy, drain_s = plan.proxy, config.engine.drain_s
-    host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
     upstreams = [f"{i.name}=http://127.0.0.1:{i.port}" for i in plan.instances]
     argv = [
         *(sys.executable, "-m", "zenlaunch", "proxy"),
-        *("--listen", f"{host}:{proxy.port}", "--policy", proxy.policy),
+        *("--listen", host_port(proxy.host, proxy.port), "--policy", proxy.policy),
         *("--admin-socket", str(admin_socket), "--drain-s", str(drain_s)),
         *(("--upstream-key-file", str(key_file)) if key_file else ()),
         *proxy_words(config.proxy),

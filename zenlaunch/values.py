@@ -97,6 +97,11 @@ def parse_listen(value: str) -> tuple[str, int]:
     return host or "127.0.0.1", port
 
 
+def host_port(host: str, port: int) -> str:
+    """Return the address as `parse_listen` reads it: an IPv6 one in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _is_host(host: str) -> bool:
     if re.fullmatch(r"[0-9.]+", host):
         parts = host.split(".")

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from zenlaunch.config import HalfClose, Policy
 from zenlaunch.errors import ProxyError
 from zenlaunch.proxy.balancer import Rules
+from zenlaunch.values import host_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,7 @@ class UpstreamAddress:
     @property
     def url(self) -> str:
         """The address as a URL."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{host_port(self.host, self.port)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

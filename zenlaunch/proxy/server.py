@@ -30,6 +30,7 @@ from zenlaunch.proxy.downstream import ClientConnection
 from zenlaunch.proxy.handover import Handover, inherited
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.values import host_port
 
 log = logging.getLogger("zenlaunch.proxy")
 
@@ -233,7 +234,7 @@ def _url(sock: socket.socket) -> str:
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
 
 
 def _raise_file_limit(options: ProxyOptions) -> int:

@@ -15,6 +15,7 @@ from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan
 from zenlaunch.render.files import RenderedFile, RenderOptions, header
 from zenlaunch.spec import LaunchSpec
+from zenlaunch.values import host_port
 
 _FUNCTIONS = """\
 set -euo pipefail
@@ -129,10 +130,9 @@ def _ready(spec: LaunchSpec) -> str:
 
 def _proxy(plan: Plan, config: Config, options: RenderOptions) -> str:
     proxy = plan.proxy
-    host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
     argv = [
-        *options.program, "proxy", "--listen", f"{host}:{proxy.port}", "--policy", proxy.policy,
-        "--drain-s", f"{config.engine.drain_s:g}",
+        *options.program, "proxy", "--listen", host_port(proxy.host, proxy.port),
+        "--policy", proxy.policy, "--drain-s", f"{config.engine.drain_s:g}",
     ]  # fmt: skip
     rows = [["start", "proxy"]]
     if proxy.cpus:

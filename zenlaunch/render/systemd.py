@@ -20,6 +20,7 @@ from zenlaunch.render.files import RenderedFile, RenderOptions, header
 from zenlaunch.render.hardening import instance_hardening, proxy_hardening
 from zenlaunch.render.quoting import env_line, exec_line, paths, plain
 from zenlaunch.spec import LaunchSpec
+from zenlaunch.values import host_port
 
 SCHEMA = 1
 UNITS = "/etc/systemd/system"
@@ -354,7 +355,7 @@ def _listen(proxy: PlannedProxy) -> str:
         raise RenderError(
             f"a socket unit needs an address, not the name {host!r}", hint="--listen IP:PORT"
         )
-    return f"[{host}]:{proxy.port}" if ":" in host else f"{host}:{proxy.port}"
+    return host_port(host, proxy.port)
 
 
 def _in_home(values: list[str] | tuple[str, ...]) -> bool:
