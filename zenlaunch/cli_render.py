@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zenlaunch.binding import split_numactl
 from zenlaunch.cli_options import (
     ConfigFile,
     ModelArgument,
@@ -95,7 +96,7 @@ def systemd(
 
     only_one({"--output": output, "--install": install or None, "--diff": diff or None})
     only_one({"--machine": machine, "--sysroot": sysroot})
-    config = _with_whole_path(read_config(ctx, model, config_file, port, zentorch, wishes))
+    config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
     if install:
@@ -108,7 +109,7 @@ def systemd(
         program=_find_program(program, here=here or install),
         remake=_remake(sys.argv),
         topology=topology,
-        model_folder=_folder_of(config.model),
+        model_folder=_folder_of(composed.config.model),
         systemd_version=systemd_version,
         with_numactl=with_numactl,
         numactl=shutil.which("numactl") or "/usr/bin/numactl",
@@ -159,7 +160,7 @@ def shell(
     from zenlaunch.render import RENDERERS, RenderOptions
 
     only_one({"--machine": machine, "--sysroot": sysroot})
-    config = _with_whole_path(read_config(ctx, model, config_file, port, zentorch, wishes))
+    config = read_config(ctx, model, config_file, port, zentorch, wishes)
     topology, here = read_machine(machine, sysroot)
     composed = compose(config, topology, here=here)
     for note in composed.plan.notes:
@@ -188,26 +189,15 @@ def _print_files(files: Sequence[RenderedFile]) -> None:
         sys.stdout.write(file.text)
 
 
-def _with_whole_path(config: Any) -> Any:
-    """A unit is not started where the user stands: give a model folder its whole path."""
-    if config.model is not None and Path(config.model).expanduser().is_dir():
-        return replace(config, model=str(Path(config.model).expanduser().absolute()))
-    return config
-
-
 def _folder_of(model: str | None) -> str | None:
     return model if model is not None and model.startswith("/") else None
 
 
 def _whole_program(argv: tuple[str, ...], *, here: bool) -> tuple[str, ...]:
     """Give the program of a command its whole path, where this is the machine that runs it."""
-    first = 0
-    if argv[0] == "numactl":
-        first = next(i for i, word in enumerate(argv) if i and not word.startswith("--"))
-    found = shutil.which(argv[first]) if here else None
-    if found is None:
-        return argv
-    return (*argv[:first], str(Path(found).absolute()), *argv[first + 1 :])
+    numactl, program = split_numactl(argv)
+    found = shutil.which(program[0]) if here else None
+    return (*numactl, str(Path(found).absolute()), *program[1:]) if found else argv
 
 
 def _find_program(wish: str | None, *, here: bool) -> tuple[str, ...]:

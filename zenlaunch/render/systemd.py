@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zenlaunch import __version__
+from zenlaunch.binding import split_numactl
 from zenlaunch.config import Config, proxy_words
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan, PlannedInstance, PlannedProxy
@@ -254,13 +255,10 @@ def _restart(options: RenderOptions) -> str:
 
 def _command(spec: LaunchSpec, options: RenderOptions) -> list[str]:
     """Return argv without numactl (systemd binds), or with it where it was asked for."""
-    argv = list(spec.argv)
-    if argv and argv[0] == "numactl":
-        argv = argv[next(i for i, word in enumerate(argv) if i and not word.startswith("--")) :]
-    if options.with_numactl and spec.cpus:
-        from_plan = [w for w in spec.argv[1:] if w.startswith(("--physcpubind", "--membind"))]
-        argv = [options.numactl, *from_plan, *argv]
-    return argv
+    numactl, program = split_numactl(spec.argv)
+    if options.with_numactl and numactl:
+        return [options.numactl, *numactl[1:], *program]
+    return list(program)
 
 
 def _environment(plan: Plan, spec: LaunchSpec, options: RenderOptions) -> RenderedFile:
