@@ -54,15 +54,20 @@ def processes() -> list[Process]:
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
-        try:
-            fields = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue
+        fields = _stat(entry.name)
         if len(fields) > 3:
             rows.append(
                 Process(int(entry.name), int(fields[1]), int(fields[3]), fields[0].decode())
             )
     return rows
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on; [] for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def tree(root: int, rows: list[Process] | None = None) -> list[int]:
@@ -102,11 +107,8 @@ def marker_of(pid: int) -> str | None:
 
 def start_time(pid: int) -> int | None:
     """Return when a process began, in clock ticks since boot; None when it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[19])
-    except (OSError, IndexError):
-        return None
+    fields = _stat(pid)
+    return int(fields[19]) if len(fields) > 19 else None
 
 
 def pid_namespace() -> str:

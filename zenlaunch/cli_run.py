@@ -284,22 +284,18 @@ def logs(
     name: Name = "default",
 ) -> None:
     """Print the last lines of an instance's log."""
-    from zenlaunch import control, deployments, units
+    from zenlaunch import control, units
     from zenlaunch.up import choose_folders
 
     if (under := _units(name)) is not None:
         command = units.log_command(under, member, lines=lines, follow=follow)
         raise typer.Exit(subprocess.call(command))
-    folders = choose_folders(name, os.environ)
-    folder = folders.logs
+    folder = choose_folders(name, os.environ).logs
     path = folder / f"{member}.log"
     if not re.fullmatch(r"[A-Za-z0-9._-]+", member) or not path.is_file():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.log"))) or "none"
         raise LaunchError(f"there is no log of {member!r} in {folder}", hint=f"logs: {there}")
-    if not any(
-        k.running and k.name == name
-        for k in deployments.known(choose_folders(name, os.environ).runtime)
-    ):
+    if not _is_up(name):
         print(f"{name} is not up: this is the log of an earlier run", file=sys.stderr)
     stop = (lambda: False) if follow else None
     for line in control.follow(path, last=lines, stop=stop):
@@ -382,13 +378,18 @@ def down(
 
 def _units(name: str) -> Units | None:
     """Return the deployment of this name under systemd, unless `up` runs one."""
-    from zenlaunch import deployments, units
+    from zenlaunch import units
+
+    return None if _is_up(name) else units.find(name)
+
+
+def _is_up(name: str) -> bool:
+    """Say whether `up` runs a deployment of this name."""
+    from zenlaunch import deployments
     from zenlaunch.up import choose_folders
 
     root = choose_folders(name, os.environ).runtime
-    if any(one.running and one.name == name for one in deployments.known(root)):
-        return None
-    return units.find(name)
+    return any(one.running and one.name == name for one in deployments.known(root))
 
 
 def _members(status: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from zenlaunch import checks, child
 from zenlaunch.cpuset import CpuSet, union
 from zenlaunch.errors import LaunchError
 from zenlaunch.spec import LaunchSpec
+from zenlaunch.values import in_gib
 
 SCHEMA = 1
 
@@ -241,8 +242,8 @@ def _refuse_overlap(wanted: tuple[Holding, ...], others: Iterable[Known], sysroo
         if held and total is not None and held + here > total:
             names = ", ".join(repr(k.name) for k in others if k.running)
             raise LaunchError(
-                f"node {node} has {_gib(total)}; {names} holds {_gib(held)} of it and this needs "
-                f"{_gib(here)}",
+                f"node {node} has {in_gib(total)}; {names} holds {in_gib(held)} of it and this "
+                f"needs {in_gib(here)}",
                 hint="a smaller --kv-cache, fewer instances, or another node with --nodes",
             )
 
@@ -252,10 +253,6 @@ def _bytes_on(node: int, holdings: Iterable[Holding]) -> int:
     return sum(
         (h.memory_bytes or 0) // max(1, len(h.mem_nodes)) for h in holdings if node in h.mem_nodes
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
 
 
 def boot_id() -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from zenlaunch.config import GIB, MemoryConfig, parse_percent, parse_size
 from zenlaunch.errors import PlanError
 from zenlaunch.topology import Note, NumaNode
+from zenlaunch.values import in_gib
 
 # What an instance needs beside weights and KV cache. Seen on vLLM 0.32: 1.7 GiB for its three
 # processes with a 3 MB model, 0.4 GiB of /dev/shm, and activations and the prepacked copy of a
@@ -93,7 +94,7 @@ def gib(n: int) -> str:
     """Print bytes as MiB, GiB or TiB, as large as they are."""
     if n < GIB // 10:
         return f"{n / (1 << 20):.0f} MiB"
-    return f"{n / GIB:.1f} GiB" if n < 1024 * GIB else f"{n / GIB / 1024:.1f} TiB"
+    return in_gib(n) if n < 1024 * GIB else f"{n / GIB / 1024:.1f} TiB"
 
 
 def available_bytes(node: NumaNode, margin: str) -> int | None:

@@ -32,6 +32,7 @@ from zenlaunch.events import (
 from zenlaunch.lifecycle import Member
 from zenlaunch.logs import Lines, LogFile
 from zenlaunch.spec import LaunchSpec, Signature
+from zenlaunch.values import in_gib
 
 TAIL_SHOWN = 20
 LAST_WORDS_S = 1.0
@@ -234,14 +235,16 @@ class Run:
             if free - claimed >= spec.memory_bytes:
                 return
             if time.monotonic() >= until:
-                others = f", {_gib(claimed)} of it claimed by others that start" if claimed else ""
+                others = (
+                    f", {in_gib(claimed)} of it claimed by others that start" if claimed else ""
+                )
                 raise LaunchError(
-                    f"node {spec.mem_nodes} has {_gib(free)} free{others}; it needs "
-                    f"{_gib(spec.memory_bytes)}",
+                    f"node {spec.mem_nodes} has {in_gib(free)} free{others}; it needs "
+                    f"{in_gib(spec.memory_bytes)}",
                     hint="see who holds it with `numastat -p`; or a smaller --kv-cache, or fewer "
                     "instances",
                 )
-            self.phase = f"waiting for {_gib(spec.memory_bytes)} on node {spec.mem_nodes}"
+            self.phase = f"waiting for {in_gib(spec.memory_bytes)} on node {spec.mem_nodes}"
             await asyncio.sleep(0.5)
 
     # -- output ------------------------------------------------------
@@ -380,7 +383,3 @@ def _not_online(spec: LaunchSpec) -> str | None:
     """Say which CPUs of the spec are offline: numactl leaves them out without a word."""
     offline = spec.cpus - procfs.online_cpus() if spec.cpus else EMPTY
     return f"CPUs {offline} of the plan are not online" if offline else None
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"

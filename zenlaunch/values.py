@@ -97,6 +97,11 @@ def parse_listen(value: str) -> tuple[str, int]:
     return host or "127.0.0.1", port
 
 
+def in_gib(size: int) -> str:
+    """Print bytes as GiB, however many, so that the numbers of one sentence compare."""
+    return f"{size / GIB:.1f} GiB"
+
+
 def host_port(host: str, port: int) -> str:
     """Return the address as `parse_listen` reads it: an IPv6 one in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,6 +15,7 @@ from zenlaunch.cpuset import MAX_ID, CpuSet
 from zenlaunch.probe.cpuinfo import CPUINFO
 from zenlaunch.probe.tree import Tree
 from zenlaunch.topology import Note, Severity, Topology
+from zenlaunch.values import in_gib
 
 _CPU = "sys/devices/system/cpu"
 _PROCESSOR = re.compile(r"^processor[ \t]*:[ \t]*(\d{1,5})[ \t]*$", re.MULTILINE)
@@ -88,8 +89,8 @@ def _memory(tree: Tree, topology: Topology) -> Iterator[Note]:
         yield Note(
             code="memory-conflict",
             severity=Severity.WARNING,
-            text=f"proc/meminfo says {total / (1 << 30):.1f} GiB, the nodes add up to "
-            f"{sum(known) / (1 << 30):.1f} GiB, as under a container's limit or with the balloon "
+            text=f"proc/meminfo says {in_gib(total)}, the nodes add up to "
+            f"{in_gib(sum(known))}, as under a container's limit or with the balloon "
             "of a VM; the nodes are used",
         )
 

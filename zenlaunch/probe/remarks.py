@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from zenlaunch.cpuset import CpuSet, union
 from zenlaunch.topology import CoreKind, Note, Severity, Topology
+from zenlaunch.values import in_gib
 
 
 def remarks(topology: Topology, *, virtual: bool) -> tuple[Note, ...]:
@@ -119,7 +120,7 @@ def _nodes(t: Topology) -> _Remarks:
     yield from _membership(t)
     sizes = {n.id: n.memory_bytes for n in t.nodes if n.cpus and n.memory_bytes}
     if sizes and max(sizes.values()) > 1.25 * min(sizes.values()):
-        shown = ", ".join(f"node {i} {size / (1 << 30):.1f} GiB" for i, size in sizes.items())
+        shown = ", ".join(f"node {i} {in_gib(size)}" for i, size in sizes.items())
         yield "uneven-memory", Severity.WARNING, f"the nodes differ in memory: {shown}"
 
 
@@ -205,7 +206,7 @@ def _l3(t: Topology) -> _Remarks:
 def _memory(memory_bytes: int | None) -> str:
     if memory_bytes is None:
         return "its memory is not shown"
-    return f"{memory_bytes / (1 << 30):.1f} GiB" if memory_bytes else "and no memory"
+    return in_gib(memory_bytes) if memory_bytes else "and no memory"
 
 
 def _ids(ids: list[int]) -> str:

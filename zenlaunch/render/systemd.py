@@ -21,7 +21,7 @@ from zenlaunch.render.files import RenderedFile, RenderOptions, header
 from zenlaunch.render.hardening import instance_hardening, proxy_hardening
 from zenlaunch.render.quoting import env_line, exec_line, paths, plain
 from zenlaunch.spec import LaunchSpec
-from zenlaunch.values import host_port
+from zenlaunch.values import host_port, in_gib
 
 SCHEMA = 1
 UNITS = "/etc/systemd/system"
@@ -227,7 +227,7 @@ def start_timeout_s(instance: PlannedInstance, spec: LaunchSpec, config: Config)
 
 def _size(instance: PlannedInstance) -> str:
     weights = instance.memory.weights_bytes
-    return "the weights" if weights is None else f"{weights / (1 << 30):.1f} GiB of weights"
+    return "the weights" if weights is None else f"{in_gib(weights)} of weights"
 
 
 def _binding(instance: PlannedInstance) -> str:
