@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
         "proxy.retry", "proxy.routes", "proxy.sse",
     ),
-    ("engines",),
+    ("engines", "proxy_command"),
     ("render",),
     (
         "named_file", "stdout", "events", "checks", "compiled", "logs", "child", "notify",
@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 PURE = {
     "errors", "cpuset", "values", "saved", "topology", "binding", "memory", "pools", "split",
-    "plan", "spec", "lifecycle", "same_machine",
+    "plan", "spec", "lifecycle", "same_machine", "proxy_command",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
     "proxy.retry", "proxy.routes", "proxy.sse",
 }  # fmt: skip

@@ -17,11 +17,12 @@ from pathlib import Path
 from zenlaunch import checks
 from zenlaunch.binding import split_numactl
 from zenlaunch.compose import Composed
-from zenlaunch.config import Config, proxy_words
+from zenlaunch.config import Config
 from zenlaunch.engines import VersionSource
 from zenlaunch.errors import LaunchError, PlanError
 from zenlaunch.lifecycle import Policy
 from zenlaunch.plan import Plan
+from zenlaunch.proxy_command import proxy_command
 from zenlaunch.same_machine import differences
 from zenlaunch.spec import HealthCheck, LaunchSpec
 from zenlaunch.supervisor import Deployment
@@ -163,18 +164,17 @@ def proxy_spec(
 ) -> LaunchSpec:
     """Return how the proxy is started: this program again, on the CPUs of the plan."""
     proxy, drain_s = plan.proxy, config.engine.drain_s
-    upstreams = [f"{i.name}=http://127.0.0.1:{i.port}" for i in plan.instances]
-    argv = [
-        *(sys.executable, "-m", "zenlaunch", "proxy"),
-        *("--listen", host_port(proxy.host, proxy.port), "--policy", proxy.policy),
-        *("--admin-socket", str(admin_socket), "--drain-s", str(drain_s)),
-        *(("--upstream-key-file", str(key_file)) if key_file else ()),
-        *proxy_words(config.proxy),
-        *(word for upstream in upstreams for word in ("--upstream", upstream)),
-    ]
+    groups = proxy_command(
+        (sys.executable, "-m", "zenlaunch"),
+        plan,
+        config,
+        listen=host_port(proxy.host, proxy.port),
+        admin_socket=str(admin_socket),
+        upstream_key_file=str(key_file) if key_file else None,
+    )
     return LaunchSpec(
         name=PROXY_NAME,
-        argv=tuple(argv),
+        argv=tuple(word for group in groups for word in group),
         host=proxy.host,
         port=proxy.port,
         cpus=proxy.cpus,

@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 from supervise.world import ENGINE, free_port
 
+from render.examples import composed
+from zenlaunch.config import override
+from zenlaunch.render import RENDERERS, RenderOptions
+
 
 def wait_for(test: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
     """Poll until `test` gives something; fails when the script ends before."""
@@ -107,3 +111,14 @@ def test_says_why_an_engine_ended(script: tuple[Path, int], tmp_path: Path) -> N
     done = subprocess.run(["bash", str(path)], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 6
     assert "i0 ended; the end of" in done.stderr
+
+
+@pytest.mark.parametrize("renderer", ["shell", "systemd"])
+def test_the_proxy_gets_every_key_of_the_config(renderer: str) -> None:
+    made = composed("small-server")
+    wishes = {"proxy.max_queued": 7, "proxy.api_keys_file": "/etc/keys"}
+    config = override(made.config, wishes)
+    files = RENDERERS[renderer](made.plan, made.specs, config, RenderOptions())
+    words = " ".join(file.text for file in files)
+    assert "--max-queued 7" in words
+    assert "--api-keys-file /etc/keys" in words

@@ -13,6 +13,7 @@ from zenlaunch.binding import split_numactl
 from zenlaunch.config import Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan
+from zenlaunch.proxy_command import proxy_command
 from zenlaunch.render.files import RenderedFile, RenderOptions, header
 from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import host_port
@@ -130,17 +131,11 @@ def _ready(spec: LaunchSpec) -> str:
 
 def _proxy(plan: Plan, config: Config, options: RenderOptions) -> str:
     proxy = plan.proxy
-    argv = [
-        *options.program, "proxy", "--listen", host_port(proxy.host, proxy.port),
-        "--policy", proxy.policy, "--drain-s", f"{config.engine.drain_s:g}",
-    ]  # fmt: skip
     rows = [["start", "proxy"]]
     if proxy.cpus:
         rows.append(["taskset", "-c", str(proxy.cpus)])
-    rows.append(argv)
-    rows += [
-        ["--upstream", f"{i.name}=http://127.0.0.1:{i.port}"] for i in plan.instances
-    ]  # fmt: skip
+    listen = host_port(proxy.host, proxy.port)
+    rows += proxy_command(options.program, plan, config, listen=listen)
     # Not in the foreground: bash would answer a signal only when the proxy has ended.
     wait = _words(["ready", "proxy", str(proxy.port), "/health", "60"])
     return " \\\n    ".join(_words(row) for row in rows) + f'\n{wait}\nwait "${{pids[proxy]}}"'

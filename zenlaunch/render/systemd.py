@@ -14,9 +14,10 @@ from typing import Any
 
 from zenlaunch import __version__
 from zenlaunch.binding import split_numactl
-from zenlaunch.config import Config, proxy_words
+from zenlaunch.config import Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan, PlannedInstance, PlannedProxy
+from zenlaunch.proxy_command import proxy_command
 from zenlaunch.render.files import RenderedFile, RenderOptions, header
 from zenlaunch.render.hardening import instance_hardening, proxy_hardening
 from zenlaunch.render.quoting import env_line, exec_line, paths, plain
@@ -297,13 +298,11 @@ NoDelay=yes
 def _proxy(plan: Plan, config: Config, options: RenderOptions) -> RenderedFile:
     name, proxy = options.name, plan.proxy
     drain_s = config.engine.drain_s
-    argv = [
-        *options.program, "proxy", "--listen", _listen(proxy), "--policy", proxy.policy,
-        "--admin-socket", f"/run/{name}/proxy.sock", "--drain-s", f"{drain_s:g}",
-        *proxy_words(config.proxy),
-    ]  # fmt: skip
-    for instance in plan.instances:
-        argv += ["--upstream", f"{instance.name}=http://127.0.0.1:{instance.port}"]
+    groups = proxy_command(
+        options.program, plan, config,
+        listen=_listen(proxy), admin_socket=f"/run/{name}/proxy.sock",
+    )  # fmt: skip
+    argv = [word for group in groups for word in group]
     local = proxy.host == "::1" or proxy.host.startswith("127.") or proxy.host == "localhost"
     pinned = f"AllowedCPUs={proxy.cpus}\n" if proxy.cpus else ""
     text = (
