@@ -150,6 +150,21 @@ def pages_of(pids: Iterable[int]) -> Pages:
     return Pages(own=_positive(own), file=_positive(file))
 
 
+def may_read(pid: int) -> bool:
+    """Say whether this user may see what a process has mapped; True for one that is gone.
+
+    The kernel asks when the file is opened (ptrace(2), "Ptrace access mode checking"); without that
+    leave all readings here are empty, which says nothing of the process.
+    """
+    try:
+        Path(f"/proc/{pid}/maps").open("rb").close()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def mapped_files(pid: int) -> set[str]:
     """Return the paths of the files that a process has mapped executable."""
     found = set()
