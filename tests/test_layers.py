@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines", "proxy_command"),
     ("render",),
     (
-        "named_file", "stdout", "events", "checks", "compiled", "logs", "child", "notify",
+        "named_file", "places", "stdout", "events", "checks", "compiled", "logs", "child", "notify",
         "installed",
     ),
     ("watch", "crash", "procfs"),

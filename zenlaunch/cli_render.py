@@ -115,8 +115,10 @@ def systemd(
         numactl=shutil.which("numactl") or "/usr/bin/numactl",
     )
     specs = tuple(replace(s, argv=_whole_program(s.argv, here=here)) for s in composed.specs)
+    if here or install:
+        options = replace(options, places=_places(options, specs))
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
-    _warn_of_private_paths(options, specs)
+    _warn_of_closed_folders(options, specs)
     if output is not None:
         found = changes(files, output, name=name)
         refuse_foreign(found)
@@ -223,11 +225,36 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _warn_of_private_paths(options: RenderOptions, specs: Sequence[LaunchSpec]) -> None:
-    """Say which programs the units' user will not be able to read: /root is for root alone."""
-    words = {*options.program, *(w for s in specs for w in s.argv), options.model_folder or ""}
-    for path in sorted(w for w in words if w.startswith("/root/")):
-        _say(f"warning: the user {options.user} cannot read {path}: /root is for root alone")
+def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec]) -> set[str]:
+    """Return the paths that the units name: programs, the model, what else is absolute."""
+    words = {*options.program, options.model_folder or ""}
+    for spec in specs:
+        words.update(split_numactl(spec.argv)[1])
+    return {word for word in words if word.startswith("/")}
+
+
+def _places(options: RenderOptions, specs: Sequence[LaunchSpec]) -> dict[str, tuple[str, ...]]:
+    from zenlaunch.places import places_of
+
+    return {path: places_of(path) for path in _read_by_units(options, specs)}
+
+
+def _warn_of_closed_folders(options: RenderOptions, specs: Sequence[LaunchSpec]) -> None:
+    """Say what the units' user will not get at: home folders are often for their owner alone."""
+    from zenlaunch.places import closed_to
+
+    warned = set()
+    for path in sorted(_read_by_units(options, specs)):
+        for place in (path, *options.places.get(path, ())):
+            closed = closed_to(options.user, place) if options.places else None
+            if closed is None and place.startswith("/root/"):
+                closed = "/root"
+            if closed is not None and closed not in warned:
+                warned.add(closed)
+                _say(
+                    f"warning: the user {options.user} may not enter {closed}, where {place} is: "
+                    f"move it, chmod o+x {closed}, or choose another --user"
+                )
 
 
 def _refuse_unknown_sizes(composed: Composed) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -105,6 +107,19 @@ def test_guard_is_a_command(zenlaunch: Run, tmp_path: Path) -> None:
         done = zenlaunch("guard", question, "--plan", path, "--instance", "i0")
         assert done.status == 2
         assert f"{path}: No such file" in done.err
+
+
+def test_a_folder_that_the_user_may_not_enter_is_named(zenlaunch: Run) -> None:
+    with TemporaryDirectory() as name:  # for its owner alone
+        program = Path(name, "program")
+        program.write_text(f"#!{sys.executable}\n")
+        link = Path(name, "engine")
+        link.symlink_to(program)
+        done = zenlaunch("render", "systemd", "--engine", "command", "--instances", "1",
+                         "--kv-cache", "16M", "--weights", "16M", "--overhead", "16M",
+                         "--", str(link), "{port}")  # fmt: skip
+        assert done.status == 0
+        assert f"the user zenlaunch may not enter {name}, where {link} is" in done.err
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,19 @@ def test_exposure(tmp_path: Path) -> None:
         figure = re.search(r"exposure level for \S+: (\d+\.\d+)", said)
         assert figure is not None
         assert float(figure[1]) <= limit
+
+
+def test_homes_are_read_where_a_program_really_lies() -> None:
+    """/opt/vllm may be a link, its Python may be of pyenv or uv: hidden, it would not start."""
+    for places, expected in (
+        ({}, "yes"),
+        ({"/opt/vllm/bin/vllm": ("/usr/bin/python3",)}, "yes"),
+        ({"/opt/vllm/bin/vllm": ("/usr/bin/x", "/home/me/.local/python")}, "read-only"),
+        ({"/srv/models/Llama-3.2-1B-Instruct": ("/home/me/models",)}, "read-only"),
+    ):
+        files = render("small-server", places=places)
+        assert keys(of(files, "zenlaunch-i0.service"))["ProtectHome"] == [expected]
+        assert keys(of(files, "zenlaunch-proxy.service"))["ProtectHome"] == ["yes"]
+    own = {"/usr/local/bin/zenlaunch": ("/root/z/bin/python",)}
+    files = render("small-server", places=own)
+    assert keys(of(files, "zenlaunch-proxy.service"))["ProtectHome"] == ["read-only"]

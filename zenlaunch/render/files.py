@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zenlaunch import __version__
@@ -35,7 +36,8 @@ class RenderOptions:
     `name` begins the name of every unit and folder; `program` is how zenlaunch is started there;
     `remake` is the command that makes the files again. `topology` is the machine of the plan, which
     the guard compares with the one it runs on. `model_folder` is the folder that holds the model,
-    None for a name of the hub.
+    None for a name of the hub. `places` says where else than at its path a program (or the model
+    folder) is read, where that is known.
     """
 
     name: str = "zenlaunch"
@@ -47,7 +49,7 @@ class RenderOptions:
     systemd_version: int = 252
     with_numactl: bool = False
     numactl: str = "/usr/bin/numactl"
-    extra_mounts: tuple[str, ...] = field(default=())
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, value in (("name", self.name), ("user", self.user)):

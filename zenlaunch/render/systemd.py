@@ -9,6 +9,7 @@ keys where the option says 254. systemd.service(5), systemd.resource-control(5),
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -162,10 +163,10 @@ def _instance(
     model = f" of {plan.model}" if plan.model else ""
     where = f"{len(instance.cpus)} CPUs" + (f", memory of node {instance.mem_nodes}"
                                        if instance.mem_nodes else "")  # fmt: skip
-    mounts = [f"/var/cache/{name}", f"/var/lib/{name}", *options.extra_mounts]
+    mounts = [f"/var/cache/{name}", f"/var/lib/{name}"]
     if options.model_folder:
         mounts.append(options.model_folder)
-    readable = [options.model_folder or "", *options.program, argv[0]]
+    readable = [options.model_folder or "", *options.program, *argv]
     text = (
         header(plan, options, f"Your own changes: systemctl edit {unit}.service")
         + f"""
@@ -212,7 +213,7 @@ LimitNOFILE=65536
 # A core dump would be as large as the model.
 LimitCORE=0
 
-{instance_hardening(home=_in_home(readable))}"""
+{instance_hardening(home=_in_home(readable, options))}"""
     )
     return RenderedFile(path=f"{UNITS}/{unit}.service", text=text)
 
@@ -341,7 +342,7 @@ OOMPolicy=stop
 LimitNOFILE=262144
 LimitCORE=0
 
-{proxy_hardening(local=local, home=_in_home(options.program))}"""
+{proxy_hardening(local=local, home=_in_home(options.program, options))}"""
     )
     return RenderedFile(path=f"{UNITS}/{name}-proxy.service", text=text)
 
@@ -355,8 +356,10 @@ def _listen(proxy: PlannedProxy) -> str:
     return host_port(host, proxy.port)
 
 
-def _in_home(values: list[str] | tuple[str, ...]) -> bool:
-    return any(value.startswith(HOMES) for value in values)
+def _in_home(paths: Iterable[str], options: RenderOptions) -> bool:
+    """Say whether one of these is read below a home folder, if only by way of a link."""
+    places = (place for path in paths for place in (path, *options.places.get(path, ())))
+    return any(place.startswith(HOMES) for place in places)
 
 
 def _lines(key: str, values: list[str]) -> str:
