@@ -53,6 +53,7 @@ def main() -> None:
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     fast.save_pretrained(folder)
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # 0600 by itself; a service has another user
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Owns the options, and what is shown and asked before anything is written. The te
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,7 @@ def systemd(
     if here or install:
         options = replace(options, places=_places(options, specs))
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
-    _warn_of_closed_folders(options, specs)
+    _warn_of_what_units_lack(options, specs, composed)
     if output is not None:
         found = changes(files, output, name=name)
         refuse_foreign(found)
@@ -227,7 +228,11 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
 
 def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec]) -> set[str]:
     """Return the paths that the units name: programs, the model, what else is absolute."""
-    words = {*options.program, options.model_folder or ""}
+    words = {*options.program}
+    if options.model_folder is not None:
+        words.add(options.model_folder)
+        with contextlib.suppress(OSError):
+            words.update(str(path) for path in Path(options.model_folder).iterdir())
     for spec in specs:
         words.update(split_numactl(spec.argv)[1])
     return {word for word in words if word.startswith("/")}
@@ -239,22 +244,38 @@ def _places(options: RenderOptions, specs: Sequence[LaunchSpec]) -> dict[str, tu
     return {path: places_of(path) for path in _read_by_units(options, specs)}
 
 
-def _warn_of_closed_folders(options: RenderOptions, specs: Sequence[LaunchSpec]) -> None:
-    """Say what the units' user will not get at: home folders are often for their owner alone."""
+def _warn_of_what_units_lack(
+    options: RenderOptions, specs: Sequence[LaunchSpec], composed: Composed
+) -> None:
+    """Say what works in this shell and will not in a unit: another user, folder and cache."""
     from zenlaunch.places import closed_to
 
+    paths = sorted(_read_by_units(options, specs))
+    if not options.places:  # for a machine that is not here
+        for path in (p for p in paths if p.startswith("/root/")):
+            _say(f"warning: the user {options.user} cannot read {path}: /root is for root alone")
+        return
     warned = set()
-    for path in sorted(_read_by_units(options, specs)):
-        for place in (path, *options.places.get(path, ())):
-            closed = closed_to(options.user, place) if options.places else None
-            if closed is None and place.startswith("/root/"):
-                closed = "/root"
-            if closed is not None and closed not in warned:
-                warned.add(closed)
-                _say(
-                    f"warning: the user {options.user} may not enter {closed}, where {place} is: "
-                    f"move it, chmod o+x {closed}, or choose another --user"
-                )
+    for path in paths:
+        for place in (path, *options.places[path]):
+            closed = closed_to(options.user, place)
+            if closed is None or closed in warned:
+                continue
+            warned.add(closed)
+            what = f"read {closed}" if closed == place else f"enter {closed}, where {place} is"
+            _say(
+                f"warning: the user {options.user} may not {what}: mend that (chmod, chown), or "
+                "choose another --user"
+            )
+    for word in {word for spec in specs for word in split_numactl(spec.argv)[1]}:
+        if not word.startswith("/") and Path(word).is_file():
+            _say(f"warning: the units run in another folder: write {Path(word).absolute()}")
+    if composed.model_folder is not None and options.model_folder is None:
+        _say(
+            f"note  {composed.plan.model} is at {composed.model_folder}; the units have a cache of "
+            f"their own, /var/cache/{options.name}, and download it there: name the folder to use "
+            "this copy"
+        )
 
 
 def _refuse_unknown_sizes(composed: Composed) -> None:

@@ -125,9 +125,7 @@ def check(
     taken = checks.port_taken(guarded.launch.host, guarded.launch.port)
     if taken is not None:
         problems.append(taken)
-    folder = guarded.model_folder
-    if folder is not None and not os.access(folder, os.R_OK | os.X_OK):
-        problems.append(f"the model folder {folder} cannot be read by this user")
+    problems += _unreadable(guarded.model_folder)
     if not problems:
         problems += _missing_memory(guarded, say, patience_s)
     if problems:
@@ -191,6 +189,19 @@ def _leftovers() -> list[str]:
             if pid != os.getpid()
         ]
     return []
+
+
+def _unreadable(folder: str | None) -> list[str]:
+    """Name what this user cannot read of the model; weights are often for their maker alone."""
+    if folder is None:
+        return []
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return [f"the model folder {folder} cannot be read by this user"]
+    return [
+        f"{path} cannot be read by this user (chmod or chown it)"
+        for path in sorted(Path(folder).iterdir())
+        if not os.access(path, os.R_OK)
+    ]
 
 
 def _missing_memory(guarded: Guarded, say: Callable[[str], None], patience_s: float) -> list[str]:

@@ -13,6 +13,7 @@ import pwd
 from pathlib import Path
 
 _SHEBANG_BYTES = 256  # as far as the kernel reads: execve(2)
+_READ, _ENTER = 4, 1  # bits of a file's mode
 
 
 def places_of(program: str) -> tuple[str, ...]:
@@ -51,21 +52,23 @@ def _base_of_venv(path: str) -> list[str]:
 
 
 def closed_to(user: str, path: str) -> str | None:
-    """Return the first folder on the way to `path` that `user` may not enter, or None.
+    """Return the first folder on the way to `path` that `user` may not enter, or `path` itself.
 
-    A user that is not there yet owns nothing. Access control lists are not read.
+    None where it can be read. A user that is not there yet owns nothing. Access control lists are
+    not looked at.
     """
     uid, groups = _ids(user)
     if uid == 0:
         return None
-    for folder in reversed(Path(path).parents):
+    for place in (*reversed(Path(path).parents), Path(path)):
         try:
-            state = folder.stat()
+            state = place.stat()
         except OSError:
             return None  # not there, or not for us to see
         shift = 6 if state.st_uid == uid else 3 if state.st_gid in groups else 0
-        if not state.st_mode >> shift & 1:
-            return str(folder)
+        needed = _ENTER if place != Path(path) else _READ
+        if not state.st_mode >> shift & needed:
+            return str(place)
     return None
 
 

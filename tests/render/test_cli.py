@@ -122,6 +122,19 @@ def test_a_folder_that_the_user_may_not_enter_is_named(zenlaunch: Run) -> None:
         assert f"the user zenlaunch may not enter {name}, where {link} is" in done.err
 
 
+def test_a_file_named_from_this_folder_is_named(
+    zenlaunch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chat.jinja").touch()
+    monkeypatch.chdir(tmp_path)
+    done = zenlaunch("render", "systemd", "--engine", "command", "--instances", "1", "--kv-cache",
+                     "16M", "--weights", "16M", "--overhead", "16M", "--", "/bin/true", "{port}",
+                     "--chat-template", "chat.jinja", "--name", "absent")  # fmt: skip
+    assert done.status == 0
+    assert f"the units run in another folder: write {tmp_path}/chat.jinja" in done.err
+    assert "absent" not in done.err
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [

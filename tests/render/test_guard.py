@@ -107,6 +107,16 @@ def test_refuses_a_model_that_is_not_there(guarded: Guarded) -> None:
         check(replace(whole_machine(guarded), model_folder="/nonexistent/model"), print)
 
 
+def test_refuses_weights_that_are_not_for_this_user(guarded: Guarded, tmp_path: Path) -> None:
+    """A link into a cache that was cleared stands for a file without permission, also for root."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(LaunchError, match=r"model\.safetensors cannot be read by this user"):
+        check(replace(whole_machine(guarded), model_folder=str(folder)), print)
+
+
 def test_refuses_missing_memory_after_some_patience(guarded: Guarded) -> None:
     here = whole_machine(guarded)
     if not here.instance.mem_nodes:

@@ -54,4 +54,9 @@ def test_the_first_closed_folder_is_named() -> None:
             closed.chmod(0o755)
             (closed / "a").chmod(mode)
             assert closed_to(stranger, str(inner / "model")) == expected
+        weights = inner / "weights"
+        weights.touch(mode=0o600)
+        assert closed_to(stranger, str(weights)) == str(weights)
+        weights.chmod(0o644)
+        assert closed_to(stranger, str(weights)) is None
     assert closed_to(stranger, "/nonexistent/x/y") is None
