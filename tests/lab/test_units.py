@@ -112,6 +112,45 @@ def test_commands(guest: Result) -> None:
     assert seen["unknown"][0] == 6
 
 
+def test_without_rights(guest: Result) -> None:
+    """Who may only look is told so, not that something is wrong with the instances."""
+    seen = guest.json("nobody.json")
+    assert seen["status"][0] == 0
+    for word, said in [
+        ("verify", "this user may not look into the processes of i0"),
+        ("restart i0", "systemd did not restart i0"),
+        ("down", "systemctl stop ended with"),
+    ]:
+        rc, text = seen[word]
+        assert rc == 6
+        assert said in text
+        assert f"it needs root: sudo zenlaunch {word}" in text
+
+
+def test_rolling_restart(guest: Result) -> None:
+    """One at a time, each drained and ready again before the next; no request is lost."""
+    seen = guest.json("rolling.json")
+    assert seen["good"] == [0, "".join(f"restarted: {name}\n" for name in ("i0", "i1", "i2", "i3"))]
+    assert seen["away"] == [[f"zenlaunch-i{k}.service"] for k in range(4)]
+    for unit, pid in seen["before"].items():
+        assert seen["after"][unit] not in (pid, 0)
+    assert seen["load"]["streams"] == ["data: [DONE]"] * 4
+    check_failed(seen["load"]["failed"])
+
+
+def test_rolling_restart_stops_at_one_that_does_not_come_back(guest: Result) -> None:
+    seen = guest.json("rolling.json")
+    rc, said = seen["bad"]
+    assert rc == 6
+    assert "restarted: i0\n" in said
+    assert "i1 did not become ready again" in said
+    before, after = seen["after"], seen["stopped"]
+    assert after["zenlaunch-i0.service"] not in (before["zenlaunch-i0.service"], 0)
+    for unit in ("zenlaunch-i2.service", "zenlaunch-i3.service"):
+        assert after[unit] == before[unit]
+    assert seen["mended"] == [0, "restarted: i1\n"]
+
+
 def test_changed_cpuset_loses_pins(guest: Result) -> None:
     """The hazard that the README names: `verify` notices it, a restart mends it."""
     seen = guest.json("cpuset.json")
@@ -159,6 +198,14 @@ def test_refuses(guest: Result, name: str, said: str) -> None:
     assert seen["ActiveState"] == "failed"
     assert said in seen["journal"]
     assert seen["running"] == []
+
+
+def test_refuses_to_start_over_leftovers(guest: Result) -> None:
+    seen = guest.json("leftovers.json")
+    assert seen["rc"] != 0
+    assert f"pid {seen['worker']} is left of an earlier run (/usr/bin/python3" in seen["journal"]
+    assert seen["alive"] == [seen["worker"]]  # nothing was started beside it
+    assert seen["then"] == 0
 
 
 def test_install_refuses_another_machine(guest: Result) -> None:

@@ -55,9 +55,10 @@ def get(url: str, timeout_s: float = 10.0) -> Any:
         return None
 
 
-def ask(url: str, timeout_s: float = 30.0) -> tuple[int, str | None]:
+def ask(url: str, timeout_s: float = 30.0, **fields: Any) -> tuple[int, str | None]:
     """Put a question through the proxy; return the status and which instance answered."""
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "?"}]}).encode()
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]} | fields
+    body = json.dumps(asked).encode()
     request = urllib.request.Request(
         url + "/v1/chat/completions", body, {"content-type": "application/json"}
     )

@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from inside.kernel import ENGINE, OUT, ask, engines, facts, get, save, sh, status_of, wait_for
 from inside.load import Load
+from inside.systemd import active, main_pid, show
 
 from zenlaunch.render.quoting import env_line, exec_line
 
@@ -42,10 +44,13 @@ def main() -> None:
     reload_proxy()
     restart_proxy()
     commands()
+    without_rights()
+    rolling()
     change_cpuset()
     stop()
     cold_cache()
     refusals()
+    leftovers()
     start_limit()
     sh("systemctl enable zenlaunch.target")
     save("rebooting", True)
@@ -57,19 +62,8 @@ def step(name: str) -> None:
     print(f"{time.monotonic():7.1f} {name}", flush=True)
 
 
-def show(unit: str, *names: str) -> dict[str, str]:
-    text = sh(f"systemctl show {unit} -p {','.join(names)}")
-    return dict(line.partition("=")[::2] for line in text.splitlines())
-
-
 def states() -> dict[str, str]:
-    units = [*UNITS, "zenlaunch-proxy.service", "zenlaunch-proxy.socket", "zenlaunch.target"]
-    words = sh(f"systemctl is-active {' '.join(units)}", check=False).split()
-    return dict(zip(units, words, strict=True))
-
-
-def main_pid(unit: str) -> int:
-    return int(show(unit, "MainPID")["MainPID"])
+    return active([*UNITS, "zenlaunch-proxy.service", "zenlaunch-proxy.socket", "zenlaunch.target"])
 
 
 def kernel() -> dict[int, list[dict[str, Any]]]:
@@ -223,6 +217,59 @@ def commands() -> None:
     )
 
 
+def without_rights() -> None:
+    """The same commands as a user who may only look."""
+    step("as nobody")
+    nobody = "setpriv --reuid 65534 --regid 65534 --clear-groups zenlaunch"
+    save(
+        "nobody.json",
+        {
+            word: status_of(f"{nobody} {word}")
+            for word in ("status", "verify", "restart i0", "down")
+        },
+    )
+
+
+def rolling() -> None:
+    """Roll under load; then once more with one that does not come back."""
+    step("restart --rolling under load")
+    before = {unit: main_pid(unit) for unit in UNITS}
+    away: list[list[str]] = []  # who was not active, each time that this changed
+    rolled = threading.Event()
+
+    def watch() -> None:
+        while not rolled.is_set():
+            now = [unit for unit, state in active(UNITS).items() if state != "active"]
+            if now and away[-1:] != [now]:
+                away.append(now)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with Load(URL, streams=4, tokens=100) as load:
+        wait_for("streams run", lambda: load.streaming == 4)
+        good = status_of("zenlaunch restart --rolling")
+    rolled.set()
+    watcher.join()
+    after = {unit: main_pid(unit) for unit in UNITS}
+    step("restart --rolling, and one does not come back")
+    drop_in = Path(f"/run/systemd/system/{UNITS[1]}.d/lab.conf")
+    drop_in.parent.mkdir(parents=True)
+    drop_in.write_text("[Service]\nExecStart=\nExecStart=/bin/false\n")
+    sh("systemctl daemon-reload")
+    bad = status_of("zenlaunch restart --rolling")
+    stopped = {unit: main_pid(unit) for unit in UNITS}
+    drop_in.unlink()
+    sh("systemctl daemon-reload")
+    mended = status_of("zenlaunch restart i1")
+    save(
+        "rolling.json",
+        {
+            "before": before, "good": good, "away": away, "after": after, "load": load.report(),
+            "bad": bad, "stopped": stopped, "mended": mended,
+        },
+    )  # fmt: skip
+
+
 def change_cpuset() -> None:
     step("change a cpuset under running threads")
     unit, port = UNITS[2], 8003
@@ -322,6 +369,33 @@ def refusals() -> None:
     same = before == sh("ls -lR --time-style=full-iso /etc/zenlaunch /etc/systemd/system")
     found["install"] = {"rc": rc, "said": said, "untouched": same}
     save("refusals.json", found)
+
+
+def leftovers() -> None:
+    """Start over what an earlier run has left: refused, and told; without it, all is well."""
+    step("leftovers")
+    unit = UNITS[0]
+    drop_in = Path(f"/run/systemd/system/{unit}.d/lab.conf")
+    # With the unit's own KillMode= systemd leaves nothing; what hangs in the kernel does stay.
+    drop_in.write_text("[Service]\nRestart=no\nKillMode=process\n")
+    sh(f"systemctl daemon-reload; systemctl start {unit}")
+    main, worker = engines()[8001]
+    os.kill(main, signal.SIGKILL)
+    wait_for("it to be down", lambda: show(unit, "ActiveState")["ActiveState"] == "failed")
+    since = sh("date +%s").strip()
+    rc = status_of(f"systemctl start {unit}")[0]
+    found = {
+        "rc": rc,
+        "worker": worker,
+        "alive": engines().get(8001),
+        "journal": sh(f"journalctl -o cat --no-pager --since @{since} -u {unit}"),
+    }
+    os.kill(worker, signal.SIGKILL)
+    wait_for("it to be gone", lambda: not engines().get(8001))
+    found["then"] = status_of(f"systemctl start {unit}")[0]
+    drop_in.unlink()
+    sh(f"systemctl daemon-reload; systemctl stop {unit}")
+    save("leftovers.json", found)
 
 
 def start_limit() -> None:
