@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
     ("compose", "commands", "detach", "front"),
     ("output", "up", "guard"),
-    ("screens", "units"),
+    ("placement", "screens", "units"),
     ("session",),
     ("cli_options",),
     ("cli_run", "cli_render", "cli_guard"),

@@ -29,6 +29,7 @@ from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import in_gib
 
 SCHEMA = 1
+METRICS_FILE = "instances.prom"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,11 @@ class Claim:
     def control_socket(self) -> Path:
         return self.folder / "control.sock"
 
+    @property
+    def metrics_file(self) -> Path:
+        """What the session tells Prometheus through the proxy."""
+        return self.folder / METRICS_FILE
+
     def remember_session(self, session: int) -> None:
         """Note the session of a tree that was started, for a scan after our sudden end."""
         began = child.start_time(session)
@@ -125,7 +131,7 @@ class Claim:
 
     def release(self) -> None:
         """Give the name back; the folder keeps nothing but the lock."""
-        for name in ("state.json", "control.sock", "proxy.sock", "upstream.key"):
+        for name in ("state.json", "control.sock", "proxy.sock", "upstream.key", METRICS_FILE):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
         with contextlib.suppress(OSError):
