@@ -16,9 +16,10 @@ if [ "$(id -u)" != 0 ]; then
     echo "please install as root: apt-get install$missing" >&2
     exit 1
 fi
+# On a fresh machine another apt (unattended upgrades) often holds the lock for a minute.
 export DEBIAN_FRONTEND=noninteractive
 # shellcheck disable=SC2086 # a list of words
-apt-get install -y -qq --no-install-recommends $missing >/dev/null 2>&1 && exit 0
+apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends $missing >/dev/null 2>&1 && exit 0
 apt-get update -qq >/dev/null
 # shellcheck disable=SC2086
-apt-get install -y -qq --no-install-recommends $missing >/dev/null
+apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends $missing >/dev/null

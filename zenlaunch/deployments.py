@@ -30,6 +30,10 @@ from zenlaunch.values import in_gib
 
 SCHEMA = 1
 METRICS_FILE = "instances.prom"
+# What a deployment keeps in its folder beside the lock. Only who holds the lock may remove it.
+_FILES = (
+    "state.json", "state.json.new", "control.sock", "proxy.sock", "upstream.key", METRICS_FILE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +135,7 @@ class Claim:
 
     def release(self) -> None:
         """Give the name back; the folder keeps nothing but the lock."""
-        for name in ("state.json", "control.sock", "proxy.sock", "upstream.key", METRICS_FILE):
-            with contextlib.suppress(OSError):
-                (self.folder / name).unlink()
+        _clear(self.folder)
         with contextlib.suppress(OSError):
             os.close(self._lock_fd)
 
@@ -209,6 +211,27 @@ def _locked(path: Path, *, wait: bool) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def _clear(folder: Path) -> None:
+    for name in _FILES:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _clear_dead(root: Path) -> None:
+    """Remove the files of deployments that do not run; a claim waits meanwhile, or wins."""
+    with contextlib.suppress(OSError):  # no folder yet, or not ours
+        root_fd = _locked(root / ".lock", wait=True)
+        try:
+            for one in known(root):
+                lock_fd = _locked(one.folder / "lock", wait=False)
+                if lock_fd is not None:
+                    _clear(one.folder)
+                    os.close(lock_fd)
+        finally:
+            if root_fd is not None:
+                os.close(root_fd)
 
 
 def _taken(root: Path, name: str) -> LaunchError:
@@ -384,9 +407,5 @@ def end_leftovers(root: Path, *, timeout_s: float = 20.0) -> tuple[Leftover, ...
                 hint="they hang in the kernel; look at them with `ps -o pid,stat,wchan`",
             )
         time.sleep(0.02)
-    for one_known in known(root):
-        if not one_known.running:
-            for name in ("state.json", "control.sock", "proxy.sock"):
-                with contextlib.suppress(OSError):
-                    (one_known.folder / name).unlink()
+    _clear_dead(root)
     return tuple(ended[pid] for pid in sorted(ended))

@@ -27,6 +27,7 @@ from zenlaunch.memory import gib
 from zenlaunch.plan import Plan, PlannedInstance, plan_from_dict
 from zenlaunch.probe.sysfs import read_sysfs
 from zenlaunch.same_machine import differences
+from zenlaunch.spec import Evidence, Exercise, HealthCheck
 from zenlaunch.topology import Topology
 
 SCHEMA = 1
@@ -39,12 +40,12 @@ class Launch:
 
     host: str
     port: int
-    health_path: str
+    health: HealthCheck
     memory_bytes: int | None
     drain_s: float
     compile_cache: str | None
     preload: str
-    evidence: dict[str, Any]
+    evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def read_plan_file(path: Path, instance: str) -> Guarded:
             plan=plan,
             machine=Topology.from_dict(machine, source=str(path)) if machine else None,
             instance=found,
-            launch=Launch(**data["launch"][instance]),
+            launch=_launch(data["launch"][instance]),
             runtime_folder=Path(data["runtime_folder"]),
             cache_folder=Path(data["cache_folder"]),
             model_folder=data["model_folder"],
@@ -100,6 +101,17 @@ def read_plan_file(path: Path, instance: str) -> Guarded:
         raise ConfigError(f"{path}: {e.strerror}", hint=hint) from None
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is no plan file: {e}", hint=hint) from None
+
+
+def _launch(data: dict[str, Any]) -> Launch:
+    evidence: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in data["evidence"].items()
+    }
+    if evidence["exercise"] is not None:
+        evidence["exercise"] = Exercise(**evidence["exercise"])
+    nested = {"health": HealthCheck(**data["health"]), "evidence": Evidence(**evidence)}
+    return Launch(**data | nested)
 
 
 def check(
@@ -230,7 +242,7 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
     """
     launch = guarded.launch
     with _watched(main_pid) as alive:
-        while _status(launch.host, launch.port, launch.health_path) != 200:
+        while _status(launch.host, launch.port, launch.health.path) != 200:
             if not alive(0.5):
                 raise LaunchError(
                     f"{guarded.instance.name} ended before it was ready",

@@ -8,13 +8,11 @@ metrics. Reads processes through observe; starts and ends nothing.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zenlaunch import checks, observe, procfs
-from zenlaunch.events import BecameReady
 from zenlaunch.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -25,17 +23,17 @@ EXERCISE_TIMEOUT_S = 120.0
 
 
 async def prove(
-    spec: LaunchSpec, ready: BecameReady, environ: Mapping[str, str] = os.environ
+    spec: LaunchSpec, pid: int, log: Sequence[str], environ: Mapping[str, str]
 ) -> observe.Verification:
-    """Compare a ready instance with its spec in full, after a short request where it takes one.
+    """Compare the tree under `pid` with its spec in full, after a short request where it takes one.
 
-    `environ` is what the instance inherited. An engine that does not answer the request with 200
-    (a model that does not generate text, say) is judged without it.
+    `log` are the lines of its start, `environ` is what it inherited, or has. An engine that does
+    not answer the request with 200 (a model that makes no text, say) is judged without it.
     """
     before = None
     exercise = spec.evidence.exercise
     if exercise is not None and procfs.counts_nanoseconds():
-        before = await asyncio.to_thread(procfs.tree_threads, ready.pid)
+        before = await asyncio.to_thread(procfs.tree_threads, pid)
         http = checks.Http(host=checks.connect_host(spec.host), port=spec.port)
         variable = exercise.key_variable
         answer = await http.post(
@@ -46,7 +44,7 @@ async def prove(
         )
         if answer is None or answer[0] != 200:
             before = None
-    return await asyncio.to_thread(observe.verify, spec, ready.pid, ready.log, before=before)
+    return await asyncio.to_thread(observe.verify, spec, pid, log, before=before)
 
 
 class Placement:

@@ -191,6 +191,30 @@ def _by_node(words: list[str]) -> dict[int, int]:
     return {int(name[1:]): int(size) for name, _, size in pairs}
 
 
+def may_read(pid: int) -> bool:
+    """Say whether this user may see what a process has mapped; True for one that is gone.
+
+    The kernel asks when the file is opened (ptrace(2), "Ptrace access mode checking"); without that
+    leave all readings here are empty, which says nothing of the process.
+    """
+    try:
+        Path(f"/proc/{pid}/maps").open("rb").close()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; {} where it may not be read."""
+    with contextlib.suppress(OSError):
+        raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape")
+        pairs = (entry.partition("=") for entry in raw.split("\0") if entry)
+        return {name: value for name, _, value in pairs}
+    return {}
+
+
 def mapped_files(pid: int) -> set[str]:
     """Return the paths of the files that a process has mapped executable."""
     found = set()

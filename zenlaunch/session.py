@@ -18,6 +18,7 @@ from zenlaunch.deployments import Claim
 from zenlaunch.lifecycle import SERVING, State
 from zenlaunch.placement import Placement, prove
 from zenlaunch.screens import UpScreen
+from zenlaunch.spec import LaunchSpec
 from zenlaunch.supervisor import Deployment, Supervisor
 
 
@@ -83,12 +84,16 @@ class Session:
 
     async def _prove(self, event: events.BecameReady) -> None:
         spec = self._specs[event.name]
-        proof = await prove(spec, event)
+        proof = await self._proof(spec, event)
         if self._ready.get(event.name) is not event:  # it has ended meanwhile
             return
         self._placement.proved(event.name, proof)
         self._export()
         self._screen.show_proof(event.name, proof, spec.mem_nodes)
+
+    async def _proof(self, spec: LaunchSpec, ready: events.BecameReady) -> observe.Verification:
+        environ = self._deployment.environ
+        return await prove(spec, ready.pid, ready.log, os.environ if environ is None else environ)
 
     async def _announce(self, seconds: float) -> None:
         """Say where it serves, after the proofs that are under way."""
@@ -145,7 +150,7 @@ class Session:
             if name not in ready or event is None:
                 found[name] = {"ok": False, "problems": [f"{name} is not ready"]}
                 continue
-            found[name] = (await prove(spec, event)).to_dict()
+            found[name] = (await self._proof(spec, event)).to_dict()
         return found
 
 

@@ -8,8 +8,10 @@ pages). Starts and ends nothing by itself.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zenlaunch import checks, child, observe
+from zenlaunch import checks, child, observe, procfs
 from zenlaunch.errors import LaunchError
 from zenlaunch.guard import Guarded, read_plan_file
-from zenlaunch.spec import Evidence, LaunchSpec
+from zenlaunch.placement import prove
+from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import host_port
 
 SCHEMA = 1
@@ -40,7 +43,7 @@ _STATES = {
     ("failed", ""): "failed",
     ("inactive", ""): "stopped",
 }
-_MIGHT_BE_HIDDEN = "reading other users' processes needs root: sudo zenlaunch verify"
+_TAKEN_IN_S = 60.0  # how long the proxy may rest an upstream that had failed before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +88,22 @@ def status(units: Units) -> dict[str, Any]:
         said = usable.get(one.instance.name)
         if row["state"] == "ready" and said in ("unready", "draining", "ejected", "half-open"):
             row["state"] = "draining" if said == "draining" else "unready"
-        text = _get(one.launch.port, "/metrics") if row["state"] == "ready" else None
+        health = one.launch.health
+        text = None
+        if row["state"] == "ready" and health.metrics_path is not None:
+            text = _get(one.launch.port, health.metrics_path, host=one.launch.host)
+        look = observe.look(spec_of(one), row["pid"]) if row["state"] == "ready" else None
         rows.append(
             row
             | {
                 "node": one.instance.mem_nodes.first if one.instance.mem_nodes else None,
                 "cpus": str(one.instance.cpus),
-                "requests_running": _metric(text, "vllm:num_requests_running"),
-                "requests_waiting": _metric(text, "vllm:num_requests_waiting"),
-                "kv_usage": _metric(text, "vllm:kv_cache_usage_perc"),
+                "requests_running": _metric(text, health.running_metric),
+                "requests_waiting": _metric(text, health.waiting_metric),
+                "kv_usage": _metric(text, health.kv_metric),
                 "tokens_per_second": None,
-                "remote_page_ratio": None,
-                "threads_off_plan": None,
+                "remote_page_ratio": None if look is None else look.remote_page_ratio,
+                "threads_off_plan": None if look is None else look.threads_off_plan,
             }
         )
     front = _member("proxy", proxy.port, shown[units.proxy_unit])
@@ -127,36 +134,33 @@ def verify(units: Units) -> dict[str, Any]:
         if row["pid"] is None or row["state"] != "ready":
             found[name] = {"ok": False, "problems": [f"it is {row['state']}"]}
             continue
+        if not procfs.may_read(row["pid"]):
+            raise LaunchError(
+                f"this user may not look into the processes of {name}",
+                hint=_as_root(units, "verify"),
+            )
         log = _run(
             ["journalctl", "--no-pager", "-o", "cat", "-n", "5000",
              f"_SYSTEMD_INVOCATION_ID={properties['InvocationID']}"]
         ).splitlines()  # fmt: skip
-        try:
-            found[name] = observe.verify(spec_of(one), row["pid"], log).to_dict()
-        except PermissionError:
-            raise LaunchError(
-                f"the processes of {name} cannot be read", hint=_MIGHT_BE_HIDDEN
-            ) from None
+        proof = prove(spec_of(one), row["pid"], log, procfs.environ_of(row["pid"]))
+        found[name] = asyncio.run(proof).to_dict()
     return found
 
 
 def spec_of(one: Guarded) -> LaunchSpec:
-    """Return what `verify` needs of a spec, from the plan file."""
-    evidence = one.launch.evidence
+    """Return what `status` and `verify` need of a spec, from the plan file."""
     return LaunchSpec(
         name=one.instance.name,
         argv=(),
         env={"LD_PRELOAD": one.launch.preload} if one.launch.preload else {},
+        host=one.launch.host,
         port=one.launch.port,
         cpus=one.instance.cpus,
         engine_cpus=one.instance.engine_cpus,
         mem_nodes=one.instance.mem_nodes,
         memory_bytes=one.launch.memory_bytes,
-        evidence=Evidence(
-            libraries=tuple(evidence["libraries"]),
-            lines=tuple(evidence["lines"]),
-            cores_pattern=evidence["cores_pattern"],
-        ),
+        evidence=one.launch.evidence,
     )
 
 
@@ -169,19 +173,31 @@ def log_command(units: Units, member: str, *, lines: int, follow: bool) -> list[
 def restart(units: Units, names: Sequence[str]) -> Iterator[str]:
     """Drain, end and start instances anew, one at a time; yields each that is ready again.
 
-    Raises LaunchError, and touches no further one, when one does not become ready.
+    Raises LaunchError, and touches no further one, when one does not become ready or the proxy does
+    not take it back.
     """
     for name in names:
         unit = units.unit(name)
+        before = _show(units)[unit]["InvocationID"]
         # What an operator asks for does not count towards the start limit.
-        subprocess.run(["systemctl", "reset-failed", unit], check=False)
+        subprocess.run(["systemctl", "reset-failed", unit], stderr=subprocess.DEVNULL, check=False)
         # The proxy's reload puts a successor in its place; nobody waits for the old one's streams.
         verb = "reload-or-restart" if name == "proxy" else "restart"
         done = subprocess.run(["systemctl", verb, unit], check=False)
-        if done.returncode or _show(units)[unit]["ActiveState"] != "active":
+        now = _show(units)[unit]
+        if done.returncode and now["InvocationID"] == before:
+            raise LaunchError(
+                f"systemd did not {verb} {name}", hint=_as_root(units, f"restart {name}")
+            )
+        if done.returncode or now["ActiveState"] != "active":
             raise LaunchError(f"{name} did not become ready again", hint=f"journalctl -u {unit}")
-        until = time.monotonic() + 30
-        while _usable(units).get(name) not in (None, "ready") and time.monotonic() < until:
+        until = time.monotonic() + _TAKEN_IN_S
+        while (said := _usable(units).get(name)) not in (None, "ready", "half-open"):
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"{name} runs again, and the proxy does not use it: it is {said} there",
+                    hint=f"journalctl -u {units.proxy_unit}",
+                )
             time.sleep(0.2)
         yield name
 
@@ -193,8 +209,16 @@ def down(units: Units) -> None:
     done = subprocess.run(["systemctl", "stop", *names], check=False)
     if done.returncode:
         raise LaunchError(
-            f"systemctl stop ended with {done.returncode}", hint=f"systemctl status {names[0]}"
+            f"systemctl stop ended with {done.returncode}", hint=_as_root(units, "down")
         )
+
+
+def _as_root(units: Units, command: str) -> str:
+    """Return a hint for what systemd or the kernel refused."""
+    if os.geteuid() == 0:
+        return f"journalctl -u {units.prefix}.target, systemctl status '{units.prefix}*'"
+    name = "" if units.prefix == DEFAULT_NAME else f" --name {units.prefix}"
+    return f"it needs root: sudo zenlaunch {command}{name}"
 
 
 def _show(units: Units) -> dict[str, dict[str, str]]:
@@ -271,7 +295,7 @@ def _get(port: int, path: str, *, host: str = "127.0.0.1") -> str | None:
         connection.close()
 
 
-def _metric(text: str | None, name: str) -> float | None:
+def _metric(text: str | None, name: str | None) -> float | None:
     return None if text is None else checks.metric(text, name)
 
 

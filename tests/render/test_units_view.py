@@ -34,6 +34,7 @@ def test_the_spec_for_verify_is_that_of_the_plan(deployment: Units) -> None:
         assert again.engine_cpus == spec.engine_cpus
         assert again.mem_nodes == spec.mem_nodes
         assert again.evidence == spec.evidence
+        assert one.launch.health == spec.health
 
 
 def test_logs(deployment: Units) -> None:

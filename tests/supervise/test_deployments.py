@@ -241,6 +241,42 @@ def test_leftovers_without_an_environment_are_known_by_their_session(tmp_path: P
         sleeper.wait()
 
 
+def dead(root: Path, name: str) -> Path:
+    """Leave what a deployment whose zenlaunch was killed leaves; returns its folder."""
+    claim = deployments.claim(root, name, [spec()])
+    for file in ("control.sock", "proxy.sock", "upstream.key"):
+        (claim.folder / file).touch()
+    os.close(claim._lock_fd)  # as a SIGKILL does
+    return claim.folder
+
+
+def test_the_files_of_a_dead_deployment_go_its_key_too(tmp_path: Path) -> None:
+    assert deployments.end_leftovers(tmp_path / "no/such") == ()
+    folder = dead(tmp_path, "a")
+    with deployments.claim(tmp_path, "b", [spec(port=2)]) as alive:
+        deployments.end_leftovers(tmp_path)
+        assert [p.name for p in folder.iterdir()] == ["lock"]
+        assert {p.name for p in alive.folder.iterdir()} == {"lock", "state.json"}
+
+
+def test_files_of_a_name_that_is_claimed_meanwhile_stay(tmp_path: Path) -> None:
+    folder = dead(tmp_path, "a")
+    before = {p.name for p in folder.iterdir()}
+    # A claim under way: it has the root lock, and then the name's.
+    root_fd = deployments._locked(tmp_path / ".lock", wait=True)
+    assert root_fd is not None
+    ending = threading.Thread(target=deployments.end_leftovers, args=(tmp_path,))
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    lock_fd = deployments._locked(folder / "lock", wait=False)
+    assert lock_fd is not None
+    os.close(root_fd)
+    ending.join(10)
+    assert {p.name for p in folder.iterdir()} == before
+    os.close(lock_fd)
+
+
 def test_an_owner_is_known_beyond_the_reuse_of_its_pid() -> None:
     own = child.own_id()
     assert child.is_alive(own)

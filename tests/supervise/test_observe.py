@@ -185,6 +185,20 @@ NUMA_MAPS = """\
 """
 
 
+def test_whether_a_process_may_be_read_is_asked_of_the_kernel(run: Callable[..., Pinned]) -> None:
+    pid = run(1).pid
+    assert procfs.may_read(pid)
+    assert procfs.may_read(2**22 + 1)  # there is none: it is gone, not hidden
+    if os.geteuid() != 0:
+        assert not procfs.may_read(1)
+        return
+    os.seteuid(65534)
+    try:
+        assert not procfs.may_read(pid)
+    finally:
+        os.seteuid(0)
+
+
 def test_numa_maps_are_counted_by_page_size_files_apart_shared_once() -> None:
     shared: dict[str, dict[int, int]] = {}
     for _ in range(2):

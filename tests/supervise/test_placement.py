@@ -15,7 +15,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from zenlaunch.cpuset import CpuSet
-from zenlaunch.events import BecameReady
 from zenlaunch.observe import Look, Verification
 from zenlaunch.placement import Placement, prove
 from zenlaunch.procfs import Pages
@@ -51,8 +50,7 @@ def proof_of(pid: int, port: int, *, key: str = KEY) -> Verification:
         name="i0", argv=("x",), port=port, cpus=CPUS, engine_cpus=CPUS, env={"API_KEY": key},
         evidence=Evidence(exercise=exercise),
     )  # fmt: skip
-    ready = BecameReady(name="i0", pid=pid, seconds=1.0, log=())
-    return asyncio.run(prove(spec, ready, environ={}))
+    return asyncio.run(prove(spec, pid, (), {}))
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")

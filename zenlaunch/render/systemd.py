@@ -94,7 +94,7 @@ def _launch(spec: LaunchSpec) -> dict[str, Any]:
     return {
         "host": spec.host,
         "port": spec.port,
-        "health_path": spec.health.path,
+        "health": asdict(spec.health),
         "memory_bytes": spec.memory_bytes,
         "drain_s": spec.drain_s,
         "preload": spec.env.get("LD_PRELOAD", ""),
