@@ -256,6 +256,7 @@ BAD: dict[str, Any] = {
     "memory.margin": "8",
     "engine.start_timeout_s": 0.0,
     "engine.drain_s": -1.0,
+    "engine.look_every_s": 0.0,
     "engine.env": {"1A": "x", "B": "a\nb"},
     "engine.args": ("a\0b",),
     "model": " ",
@@ -307,9 +308,9 @@ def test_texts_in_lists_and_mappings(text: str) -> None:
         assert_readable(problem)
 
 
-TIMES = ["engine.start_timeout_s", "engine.drain_s", "proxy.connect_timeout_s",
-         "proxy.first_byte_timeout_s", "proxy.gap_timeout_s", "proxy.keep_alive_s",
-         "proxy.queue_timeout_s", "proxy.sse_keepalive_s"]  # fmt: skip
+TIMES = ["engine.start_timeout_s", "engine.drain_s", "engine.look_every_s",
+         "proxy.connect_timeout_s", "proxy.first_byte_timeout_s", "proxy.gap_timeout_s",
+         "proxy.keep_alive_s", "proxy.queue_timeout_s", "proxy.sse_keepalive_s"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", TIMES)

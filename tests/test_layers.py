@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probe", "observe", "shim", "supervisor", "deployments", "control", "proxy"),
     ("compose", "commands", "detach", "front"),
     ("output", "up", "guard"),
+    ("placement",),
     ("screens", "units"),
     ("session",),
     ("cli_options",),

@@ -202,14 +202,21 @@ class Http:
         self._socket_path = socket_path
 
     async def get(self, path: str, *, timeout_s: float = 10.0) -> tuple[int, str] | None:
-        return await self._ask("GET", path, timeout_s)
+        return await self._ask(f"GET {path} HTTP/1.1\r\nhost: zenlaunch\r\n\r\n", timeout_s)
 
-    async def post(self, path: str, *, timeout_s: float = 10.0) -> tuple[int, str] | None:
-        return await self._ask("POST", path, timeout_s)
+    async def post(
+        self, path: str, body: str = "", *, key: str | None = None, timeout_s: float = 10.0
+    ) -> tuple[int, str] | None:
+        """Post a body of JSON, or nothing; `key` is sent as a bearer token."""
+        fields = f"content-length: {len(body.encode())}\r\n"
+        if body:
+            fields += "content-type: application/json\r\n"
+        if key is not None:
+            fields += f"authorization: Bearer {key}\r\n"
+        request = f"POST {path} HTTP/1.1\r\nhost: zenlaunch\r\n{fields}\r\n{body}"
+        return await self._ask(request, timeout_s)
 
-    async def _ask(self, method: str, path: str, timeout_s: float) -> tuple[int, str] | None:
-        length = "content-length: 0\r\n" if method == "POST" else ""
-        request = f"{method} {path} HTTP/1.1\r\nhost: zenlaunch\r\n{length}\r\n"
+    async def _ask(self, request: str, timeout_s: float) -> tuple[int, str] | None:
         try:
             async with asyncio.timeout(timeout_s):
                 if self._socket_path is not None:

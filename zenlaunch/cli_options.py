@@ -78,6 +78,7 @@ WISHES = (
     _option("engine.env", list[str], "--env", "KEY=VALUE for each instance; repeat it."),
     _option("engine.start_timeout_s", float, "--start-timeout-s", "How long a start may take."),
     _option("engine.drain_s", float, "--drain-s", "How long the last answers may take at a stop."),
+    _option("engine.look_every_s", float, "--look-every-s", "How often placement is looked at."),
 )  # fmt: skip
 
 

@@ -141,7 +141,14 @@ def _run_here(
         console.print(*plan_map(composed.topology, composed.plan), sep="\n")
         console.print(f"logs in {folders.logs}")
         with UpScreen(composed.plan, console) as screen:
-            session = Session(deployment, claim, url=url, screen=screen, question=question)
+            session = Session(
+                deployment,
+                claim,
+                url=url,
+                screen=screen,
+                question=question,
+                look_every_s=composed.config.engine.look_every_s,
+            )
             return asyncio.run(session.run())
 
 
@@ -203,6 +210,11 @@ def proxy(
         typer.Option("--upstream-key-file", help="The key that the engines ask for.",
                      show_default=False),
     ] = None,
+    metrics_file: Annotated[
+        Path | None,
+        typer.Option("--metrics-file", help="Prometheus text to add to /metrics.",
+                     show_default=False),
+    ] = None,
     drain_s: Annotated[
         float | None,
         typer.Option("--drain-s", help="How long answers may finish at the end (120).",
@@ -232,6 +244,7 @@ def proxy(
         pairs,
         admin_socket=admin_socket,
         upstream_key_file=upstream_key_file,
+        metrics_file=metrics_file,
         listen_fd=listen_fd(),
         drain_s=config.engine.drain_s,
     )

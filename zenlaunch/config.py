@@ -73,6 +73,7 @@ class EngineConfig:
     `python` is the interpreter of the engine's environment (None: found on this machine);
     `version` names a version for a machine you are not on. `args` go to the engine as they are,
     `env` is set for each instance. For the engine `command`, `args` are the whole command.
+    `look_every_s` is how often a running instance's threads and pages are looked at.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -86,6 +87,7 @@ class EngineConfig:
     env: dict[str, str] = field(default_factory=dict)
     start_timeout_s: float = 1800.0
     drain_s: float = 120.0
+    look_every_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +222,7 @@ def find_problems(config: Config) -> list[str]:
             least = "at least 0" if field_.name == "max_queued" else "above 0"
             if field_.name != "max_queued" or value < 0:
                 check(f"proxy.{field_.name}", f"must be {least}")
-    for name in ("start_timeout_s", "drain_s"):
+    for name in ("start_timeout_s", "drain_s", "look_every_s"):
         check(f"engine.{name}", "must be above 0" if getattr(engine, name) <= 0 else None)
     for key in engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):

@@ -29,8 +29,11 @@ from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import in_gib
 
 SCHEMA = 1
+METRICS_FILE = "instances.prom"
 # What a deployment keeps in its folder beside the lock. Only who holds the lock may remove it.
-_FILES = ("state.json", "state.json.new", "control.sock", "proxy.sock", "upstream.key")
+_FILES = (
+    "state.json", "state.json.new", "control.sock", "proxy.sock", "upstream.key", METRICS_FILE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,11 @@ class Claim:
     @property
     def control_socket(self) -> Path:
         return self.folder / "control.sock"
+
+    @property
+    def metrics_file(self) -> Path:
+        """What the session tells Prometheus through the proxy."""
+        return self.folder / METRICS_FILE
 
     def remember_session(self, session: int) -> None:
         """Note the session of a tree that was started, for a scan after our sudden end."""

@@ -23,6 +23,7 @@ def proxy_options(
     *,
     admin_socket: Path | None,
     upstream_key_file: Path | None = None,
+    metrics_file: Path | None = None,
     listen_fd: int | None,
     drain_s: float,
 ) -> ProxyOptions:
@@ -43,6 +44,7 @@ def proxy_options(
         policy=settings.policy,
         admin_socket=admin_socket,
         upstream_key_file=upstream_key_file,
+        metrics_file=metrics_file,
         drain_s=drain_s,
         **given,
     )

@@ -27,7 +27,7 @@ from zenlaunch.memory import gib
 from zenlaunch.plan import Plan, PlannedInstance, plan_from_dict
 from zenlaunch.probe.sysfs import read_sysfs
 from zenlaunch.same_machine import differences
-from zenlaunch.spec import Evidence, HealthCheck
+from zenlaunch.spec import Evidence, Exercise, HealthCheck
 from zenlaunch.topology import Topology
 
 SCHEMA = 1
@@ -108,6 +108,8 @@ def _launch(data: dict[str, Any]) -> Launch:
         key: tuple(value) if isinstance(value, list) else value
         for key, value in data["evidence"].items()
     }
+    if evidence["exercise"] is not None:
+        evidence["exercise"] = Exercise(**evidence["exercise"])
     nested = {"health": HealthCheck(**data["health"]), "evidence": Evidence(**evidence)}
     return Launch(**data | nested)
 

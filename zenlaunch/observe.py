@@ -23,6 +23,7 @@ from zenlaunch.procfs import (
     Pages,
     Thread,
     bound_nodes,
+    group_pages,
     mapped_files,
     mems_allowed,
     online_cpus,
@@ -60,6 +61,7 @@ class Verification:
     local_ratio: float | None
     libraries: dict[str, str | None]
     cores_logged: CpuSet | None
+    idle: CpuSet | None
     problems: tuple[str, ...]
 
     @property
@@ -77,6 +79,7 @@ class Verification:
             "local_ratio": self.local_ratio,
             "libraries": self.libraries,
             "omp_cores_logged": None if self.cores_logged is None else str(self.cores_logged),
+            "idle_cpus": None if self.idle is None else str(self.idle),
             "ok": self.ok,
             "problems": list(self.problems),
         }
@@ -95,22 +98,29 @@ def cores_logged(pattern: str | None, log: Sequence[str]) -> CpuSet | None:
 
 
 def idle_cpus(spec: LaunchSpec, before: Sequence[Thread], after: Sequence[Thread]) -> CpuSet:
-    """Return the engine CPUs whose own threads did nothing between two looks at the tree.
+    """Return the engine CPUs with threads of their own that did nothing between two looks.
 
     With a request in between these are CPUs that the engine does not use.
     """
     used = {t.tid: t.cpu_s for t in before}
-    busy = {t.cpus for t in after if t.cpu_s > used.get(t.tid, 0.0)}
-    return CpuSet(c for c in spec.engine_cpus if CpuSet([c]) not in busy)
+    own = {t.cpus.first for t in after if len(t.cpus) == 1}
+    busy = {t.cpus.first for t in after if len(t.cpus) == 1 and t.cpu_s > used.get(t.tid, 0.0)}
+    return spec.engine_cpus & CpuSet(own - busy)
 
 
 def verify(
-    spec: LaunchSpec, pid: int, log: Sequence[str], *, found: Pages | None = None
+    spec: LaunchSpec,
+    pid: int,
+    log: Sequence[str],
+    *,
+    found: Pages | None = None,
+    before: Sequence[Thread] | None = None,
 ) -> Verification:
     """Compare the tree under `pid` with its spec.
 
     `log` are the lines of its start. `found` are its pages, when they have been looked at already;
-    else the page tables are walked.
+    else the page tables are walked. `before` are its threads before a request that it has answered
+    by now; without them nothing is said of threads that do not work.
     """
     pids = tree(pid)
     threads = [t for p in pids for t in threads_of(p)]
@@ -130,6 +140,7 @@ def verify(
         cpu: sum(1 for t in threads if t.cpus == CpuSet([cpu])) for cpu in spec.engine_cpus
     }
     logged = cores_logged(spec.evidence.cores_pattern, log)
+    idle = EMPTY if before is None else idle_cpus(spec, before, threads)
     ratio = found.local_ratio(spec.mem_nodes) if spec.mem_nodes else None
     seen = _Seen(
         spec=spec,
@@ -142,6 +153,7 @@ def verify(
         files=files,
         libraries=libraries,
         logged=logged,
+        idle=idle,
         log=log,
     )
     return Verification(
@@ -152,6 +164,7 @@ def verify(
         local_ratio=ratio,
         libraries=libraries,
         cores_logged=logged,
+        idle=None if before is None else idle,
         problems=tuple(_problems(seen)),
     )
 
@@ -168,37 +181,65 @@ class Look:
     threads_off_plan: int
     remote_page_ratio: float | None
 
+    @classmethod
+    def of(cls, proof: Verification) -> Look:
+        """Return what a look would have seen when this proof was made."""
+        ratio = proof.local_ratio
+        return cls(
+            threads=proof.threads,
+            threads_off_plan=len(proof.threads_off_plan),
+            remote_page_ratio=None if ratio is None else 1 - ratio,
+        )
+
 
 def look(
     spec: LaunchSpec, pid: int, *, samples: int = 4096, chance: random.Random | None = None
 ) -> Look:
-    """Look at all threads and at a sample of the pages of the tree under `pid`.
+    """Look at all threads of the tree under `pid`, and at its pages without walking tables.
 
-    The samples are dealt out over its processes by their resident memory.
+    The pages are those of its cgroup, where it has one to itself; else samples, dealt out over its
+    processes by their resident memory.
     """
     pids = tree(pid)
     threads = [t for p in pids for t in threads_of(p)]
     off_plan = sum(1 for t in threads if spec.cpus and not t.cpus <= spec.cpus)
+    return Look(
+        threads=len(threads),
+        threads_off_plan=off_plan,
+        remote_page_ratio=_remote_ratio(spec, pids, samples, chance) if spec.mem_nodes else None,
+    )
+
+
+def _remote_ratio(
+    spec: LaunchSpec, pids: Sequence[int], samples: int, chance: random.Random | None
+) -> float | None:
+    whole = group_pages(pids)
+    if whole is not None:
+        ratio = whole.local_ratio(spec.mem_nodes)
+        return None if ratio is None else 1 - ratio
     sizes = {p: checks.resident_bytes([p]) for p in pids}
     total = sum(sizes.values())
     away = near = 0.0
     for one, size in sizes.items():
-        count = samples * size // total if total and spec.mem_nodes else 0
+        count = samples * size // total if total else 0
         if not count:
             continue
         ratio = sample_pages(one, count, chance=chance).local_ratio(spec.mem_nodes)
         if ratio is not None:
             near += ratio * size
             away += (1 - ratio) * size
-    remote = away / (near + away) if near + away else None
-    return Look(threads=len(threads), threads_off_plan=off_plan, remote_page_ratio=remote)
+    return away / (near + away) if near + away else None
 
 
 def drift(old: Look | None, new: Look) -> str | None:
-    """Say in words what has become worse since the last look; None where nothing has."""
+    """Say in words what has become worse since the last look; None where nothing has.
+
+    Threads come and go, and a new one has the mask of the one that made it: what counts is that
+    more than twice as many are off the plan.
+    """
     words = []
     before = old.threads_off_plan if old else 0
-    if new.threads_off_plan > before:
+    if new.threads_off_plan > 2 * before:
         words.append(
             f"{new.threads_off_plan} of {new.threads} threads may run off the plan "
             f"(before: {before}): a cpuset or affinity that was changed under them"
@@ -225,6 +266,7 @@ class _Seen:
     files: set[str]
     libraries: dict[str, str | None]
     logged: CpuSet | None
+    idle: CpuSet
     log: Sequence[str]
 
 
@@ -264,6 +306,11 @@ def _thread_problems(seen: _Seen) -> Iterator[str]:
             )
     if seen.logged is not None and seen.logged != spec.engine_cpus:
         yield f"the engine says it uses CPUs {seen.logged or 'none'}; {_logged_cause(seen)}"
+    if seen.idle:
+        yield (
+            f"the engine threads on CPUs {seen.idle} did nothing during a request: the engine was "
+            "told to use fewer threads than it has pinned (OMP_NUM_THREADS, torch.set_num_threads)"
+        )
     crowded = _crowded(seen)
     if crowded:
         yield f"several busy threads share CPUs {crowded}: more engine threads than CPUs"

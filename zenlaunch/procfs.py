@@ -1,8 +1,9 @@
 """What the kernel says of processes: where threads may run, where pages are, what is mapped.
 
-Owns the reading of /proc/PID (task/*/status, task/*/stat, numa_maps, maps) and of a sample of pages
-(move_pages). Judges nothing (observe) and changes nothing. A process that ends while it is read
-counts nothing. Documentation/filesystems/proc.rst, numa_maps(5), move_pages(2).
+Owns the reading of /proc/PID (task/*/status, task/*/stat, numa_maps, maps), of a cgroup's
+memory.numa_stat and of a sample of pages (move_pages). Judges nothing (observe), changes nothing. A
+process that ends while it is read counts nothing. Documentation/filesystems/proc.rst,
+Documentation/admin-guide/cgroup-v2.rst, numa_maps(5), move_pages(2).
 
 Pages: anonymous ones and shared memory of a tree count, by size. Pages of files are apart: whoever
 read a library or a model file first decides where its one copy is, for all processes.
@@ -16,7 +17,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,11 @@ def _used_s(task: str, coarse_s: float) -> float:
     return coarse_s
 
 
+def counts_nanoseconds() -> bool:
+    """Say whether this kernel counts threads' CPU time so finely that a short request shows."""
+    return Path("/proc/self/schedstat").exists()
+
+
 def _number(words: list[str], key: str, default: int) -> int:
     for word in words:
         name, _, value = word.partition("=")
@@ -150,6 +156,41 @@ def pages_of(pids: Iterable[int]) -> Pages:
     return Pages(own=_positive(own), file=_positive(file))
 
 
+def group_pages(pids: Collection[int], root: Path = Path("/")) -> Pages | None:
+    """Return the pages of a cgroup (v2) that holds these processes and no other; else None.
+
+    The kernel keeps these sums anyway: no page table is walked, and no right is needed to read
+    them. They are those of the cgroup, so that a neighbour in it would be counted too; and cgroup
+    v1 does not tell shared memory from files.
+    """
+    try:
+        paths = {_group_path(root, pid) for pid in pids}
+        (path,) = paths
+        folder = root / "sys/fs/cgroup" / path
+        members = {int(word) for word in (folder / "cgroup.procs").read_text().split()}
+        if members != set(pids) or any(e.is_dir() for e in folder.iterdir()):
+            return None
+        lines = (folder / "memory.numa_stat").read_text().splitlines()
+    except (OSError, ValueError):  # not unpacked: there is no such group, or more than one
+        return None
+    sums = {words[0]: _by_node(words[1:]) for words in (line.split() for line in lines)}
+    own = Counter(sums.get("anon", {})) + Counter(sums.get("shmem", {}))
+    file = Counter(sums.get("file", {})) - Counter(sums.get("shmem", {}))
+    return Pages(own=_positive(own), file=_positive(file))
+
+
+def _group_path(root: Path, pid: int) -> str:
+    for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+        if line.startswith("0::/"):
+            return line.removeprefix("0::/")
+    raise ValueError(f"process {pid} has no cgroup of version 2")
+
+
+def _by_node(words: list[str]) -> dict[int, int]:
+    pairs = (word.partition("=") for word in words)
+    return {int(name[1:]): int(size) for name, _, size in pairs}
+
+
 def may_read(pid: int) -> bool:
     """Say whether this user may see what a process has mapped; True for one that is gone.
 
@@ -163,6 +204,15 @@ def may_read(pid: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; {} where it may not be read."""
+    with contextlib.suppress(OSError):
+        raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape")
+        pairs = (entry.partition("=") for entry in raw.split("\0") if entry)
+        return {name: value for name, _, value in pairs}
+    return {}
 
 
 def mapped_files(pid: int) -> set[str]:

@@ -20,6 +20,7 @@ def proxy_command(
     listen: str,
     admin_socket: str | None = None,
     upstream_key_file: str | None = None,
+    metrics_file: str | None = None,
 ) -> list[list[str]]:
     """Return the words in groups: program and options, then an upstream each.
 
@@ -31,6 +32,8 @@ def proxy_command(
     options += ["--drain-s", f"{config.engine.drain_s:.15g}"]
     if upstream_key_file is not None:
         options += ["--upstream-key-file", upstream_key_file]
+    if metrics_file is not None:
+        options += ["--metrics-file", metrics_file]
     options += proxy_words(config.proxy)
     upstreams = [["--upstream", f"{i.name}=http://127.0.0.1:{i.port}"] for i in plan.instances]
     return [[*program, "proxy", *options], *upstreams]

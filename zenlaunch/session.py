@@ -1,24 +1,25 @@
 """Session: one running `up`, from the claim of its name to the last process gone.
 
-Joins the supervisor (processes), observe (what the kernel says of them), the control socket
+Joins the supervisor (processes), placement (where the kernel has them), the control socket
 (commands of other zenlaunch processes) and a screen. Decides nothing about processes. The kernel's
-view is taken in full once at each ready, then cheaply every minute; a drift is told once.
+view is taken in full once at each ready, then cheaply from time to time; a drift is told once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Coroutine
 from typing import Any
 
 from zenlaunch import commands, control, events, observe, supervisor
 from zenlaunch.deployments import Claim
-from zenlaunch.lifecycle import State
+from zenlaunch.lifecycle import SERVING, State
+from zenlaunch.placement import Placement, prove
 from zenlaunch.screens import UpScreen
+from zenlaunch.spec import LaunchSpec
 from zenlaunch.supervisor import Deployment, Supervisor
-
-LOOK_EVERY_S = 60.0
 
 
 class Session:
@@ -35,15 +36,17 @@ class Session:
         url: str,
         screen: UpScreen,
         question: str | None = None,
+        look_every_s: float,
     ) -> None:
         self._deployment = deployment
         self._claim = claim
         self._url = url
         self._screen = screen
         self._question = question
+        self._look_every_s = look_every_s
         self._specs = {spec.name: spec for spec in deployment.instances}
         self._ready: dict[str, events.BecameReady] = {}
-        self._looks: dict[str, observe.Look] = {}
+        self._placement = Placement(self._specs)
         self._held: list[Supervisor] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,19 +71,29 @@ class Session:
                 self._claim.remember_session(event.session)
             case events.BecameReady(name=name) if name in self._specs:
                 self._ready[name] = event
-                self._looks.pop(name, None)
                 self._go(self._prove(event))
             case events.AllReady(seconds=seconds):
                 self._go(self._announce(seconds))
-            case events.Failed(name=name):
-                self._ready.pop(name, None)
+            case events.StateChanged(name=name, state=state) if name in self._specs:
+                if state not in (*SERVING, State.DRAINING):
+                    self._ready.pop(name, None)
+                    self._placement.forget(name)
+                self._export()
             case _:
                 pass
 
     async def _prove(self, event: events.BecameReady) -> None:
         spec = self._specs[event.name]
-        proof = await asyncio.to_thread(observe.verify, spec, event.pid, event.log)
+        proof = await self._proof(spec, event)
+        if self._ready.get(event.name) is not event:  # it has ended meanwhile
+            return
+        self._placement.proved(event.name, proof)
+        self._export()
         self._screen.show_proof(event.name, proof, spec.mem_nodes)
+
+    async def _proof(self, spec: LaunchSpec, ready: events.BecameReady) -> observe.Verification:
+        environ = self._deployment.environ
+        return await prove(spec, ready.pid, ready.log, os.environ if environ is None else environ)
 
     async def _announce(self, seconds: float) -> None:
         """Say where it serves, after the proofs that are under way."""
@@ -94,14 +107,22 @@ class Session:
     async def _watch(self) -> None:
         """Look at each ready instance from time to time; tell what became worse."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(self._look_every_s)
             for name, event in list(self._ready.items()):
                 spec = self._specs[name]
-                new = await asyncio.to_thread(observe.look, spec, event.pid)
-                worse = observe.drift(self._looks.get(name), new)
-                self._looks[name] = new
+                look = await asyncio.to_thread(observe.look, spec, event.pid)
+                if self._ready.get(name) is not event:
+                    continue
+                worse = self._placement.looked(name, look)
                 if worse is not None:
                     self._screen.say(f"warning  {name}: {worse}", "yellow")
+            self._export()
+
+    def _export(self) -> None:
+        """Let the proxy tell Prometheus. A full disk costs the figures, not the engines."""
+        if self._held:
+            with contextlib.suppress(OSError):
+                self._placement.write(self._claim.metrics_file, self._held[0].restarts)
 
     def _go(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -114,7 +135,7 @@ class Session:
         if request.get("do") == "verify":
             return {"verify": await self._verify()}
         about = {"name": self._deployment.name, "url": self._url, "pid": os.getpid()}
-        return await commands.answer(self._held[0], request, about=about, seen=self._seen)
+        return await commands.answer(self._held[0], request, about=about, seen=self._placement.seen)
 
     async def _verify(self) -> dict[str, Any]:
         """Compare each ready instance with its spec, now and in full."""
@@ -129,18 +150,8 @@ class Session:
             if name not in ready or event is None:
                 found[name] = {"ok": False, "problems": [f"{name} is not ready"]}
                 continue
-            proof = await asyncio.to_thread(observe.verify, spec, event.pid, event.log)
-            found[name] = proof.to_dict()
+            found[name] = (await self._proof(spec, event)).to_dict()
         return found
-
-    def _seen(self, name: str) -> dict[str, Any]:
-        look = self._looks.get(name)
-        if look is None:
-            return {}
-        return {
-            "remote_page_ratio": look.remote_page_ratio,
-            "threads_off_plan": look.threads_off_plan,
-        }
 
 
 def ask(url: str, question: str) -> str:

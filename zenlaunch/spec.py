@@ -68,17 +68,30 @@ class CompileCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exercise:
+    """A short request that makes every engine thread work: `body` (JSON) is posted to `path`.
+
+    The key that it needs, if any, is the value of `key_variable` in the environment.
+    """
+
+    path: str
+    body: str
+    key_variable: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What a ready engine must show besides its threads and pages.
 
     `libraries` are parts of file names that must be mapped ("libzentorch"), `lines` parts of log
     lines that must have come. `cores_pattern` is a regular expression whose group 1 is the list of
-    CPUs that the engine says it uses.
+    CPUs that the engine says it uses. `exercise` shows which engine threads ever work.
     """
 
     libraries: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     cores_pattern: str | None = None
+    exercise: Exercise | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

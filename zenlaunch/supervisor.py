@@ -206,6 +206,11 @@ class Supervisor:
     def stopping(self) -> bool:
         return self._system.exit_code is not None
 
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each member was started again."""
+        return {member.name: member.restarts for member in self._system.members}
+
     def status(self) -> tuple[MemberStatus, ...]:
         """Return what each member is doing now."""
         now = time.monotonic()

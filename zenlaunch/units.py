@@ -8,6 +8,7 @@ pages). Starts and ends nothing by itself.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 from zenlaunch import checks, child, observe, procfs
 from zenlaunch.errors import LaunchError
 from zenlaunch.guard import Guarded, read_plan_file
+from zenlaunch.placement import prove
 from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import host_port
 
@@ -90,6 +92,7 @@ def status(units: Units) -> dict[str, Any]:
         text = None
         if row["state"] == "ready" and health.metrics_path is not None:
             text = _get(one.launch.port, health.metrics_path, host=one.launch.host)
+        look = observe.look(spec_of(one), row["pid"]) if row["state"] == "ready" else None
         rows.append(
             row
             | {
@@ -99,8 +102,8 @@ def status(units: Units) -> dict[str, Any]:
                 "requests_waiting": _metric(text, health.waiting_metric),
                 "kv_usage": _metric(text, health.kv_metric),
                 "tokens_per_second": None,
-                "remote_page_ratio": None,
-                "threads_off_plan": None,
+                "remote_page_ratio": None if look is None else look.remote_page_ratio,
+                "threads_off_plan": None if look is None else look.threads_off_plan,
             }
         )
     front = _member("proxy", proxy.port, shown[units.proxy_unit])
@@ -140,16 +143,18 @@ def verify(units: Units) -> dict[str, Any]:
             ["journalctl", "--no-pager", "-o", "cat", "-n", "5000",
              f"_SYSTEMD_INVOCATION_ID={properties['InvocationID']}"]
         ).splitlines()  # fmt: skip
-        found[name] = observe.verify(spec_of(one), row["pid"], log).to_dict()
+        proof = prove(spec_of(one), row["pid"], log, procfs.environ_of(row["pid"]))
+        found[name] = asyncio.run(proof).to_dict()
     return found
 
 
 def spec_of(one: Guarded) -> LaunchSpec:
-    """Return what `verify` needs of a spec, from the plan file."""
+    """Return what `status` and `verify` need of a spec, from the plan file."""
     return LaunchSpec(
         name=one.instance.name,
         argv=(),
         env={"LD_PRELOAD": one.launch.preload} if one.launch.preload else {},
+        host=one.launch.host,
         port=one.launch.port,
         cpus=one.instance.cpus,
         engine_cpus=one.instance.engine_cpus,

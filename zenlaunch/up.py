@@ -18,6 +18,7 @@ from zenlaunch import checks
 from zenlaunch.binding import split_numactl
 from zenlaunch.compose import Composed
 from zenlaunch.config import Config
+from zenlaunch.deployments import METRICS_FILE
 from zenlaunch.engines import VersionSource
 from zenlaunch.errors import LaunchError, PlanError
 from zenlaunch.lifecycle import Policy
@@ -30,6 +31,7 @@ from zenlaunch.topology import Topology
 from zenlaunch.values import host_port
 
 PROXY_NAME = "proxy"
+PROXY_SOCKET = "proxy.sock"
 MAX_SOCKET_PATH = 107  # sun_path of unix(7), less its NUL
 # vLLM asks for this key on /v1 and /inference; its other paths stay open on the loopback.
 ENGINE_KEY = "VLLM_API_KEY"
@@ -99,8 +101,8 @@ def refuse_what_cannot_run(composed: Composed) -> None:
 
 def members_of(name: str, composed: Composed, folders: Folders) -> tuple[LaunchSpec, ...]:
     """Return the instances and the proxy, for what they take of the machine."""
-    socket = folders.runtime / name / "proxy.sock"
-    return (*composed.specs, proxy_spec(composed.plan, composed.config, socket, key_file=None))
+    folder = folders.runtime / name
+    return (*composed.specs, proxy_spec(composed.plan, composed.config, folder, key_file=None))
 
 
 def make_deployment(
@@ -108,7 +110,7 @@ def make_deployment(
 ) -> Deployment:
     """Return what the supervisor runs; writes the engines' key into the runtime folder."""
     runtime = folders.runtime / name
-    socket = runtime / "proxy.sock"
+    socket = runtime / PROXY_SOCKET
     if len(os.fsencode(socket)) > MAX_SOCKET_PATH:
         raise LaunchError(
             f"the path of the proxy's socket is too long for the kernel: {socket}",
@@ -126,7 +128,7 @@ def make_deployment(
     return Deployment(
         name=name,
         instances=specs,
-        proxy=proxy_spec(composed.plan, composed.config, socket, key_file=key_file),
+        proxy=proxy_spec(composed.plan, composed.config, runtime, key_file=key_file),
         log_dir=folders.logs,
         cache_dir=folders.cache,
         admin_socket=socket,
@@ -159,18 +161,20 @@ def _write_key(path: Path, key: str) -> Path:
     return path
 
 
-def proxy_spec(
-    plan: Plan, config: Config, admin_socket: Path, *, key_file: Path | None
-) -> LaunchSpec:
-    """Return how the proxy is started: this program again, on the CPUs of the plan."""
+def proxy_spec(plan: Plan, config: Config, folder: Path, *, key_file: Path | None) -> LaunchSpec:
+    """Return how the proxy is started: this program again, on the CPUs of the plan.
+
+    `folder` is the deployment's in the runtime folder.
+    """
     proxy, drain_s = plan.proxy, config.engine.drain_s
     groups = proxy_command(
         (sys.executable, "-m", "zenlaunch"),
         plan,
         config,
         listen=host_port(proxy.host, proxy.port),
-        admin_socket=str(admin_socket),
+        admin_socket=str(folder / PROXY_SOCKET),
         upstream_key_file=str(key_file) if key_file else None,
+        metrics_file=str(folder / METRICS_FILE),
     )
     return LaunchSpec(
         name=PROXY_NAME,

@@ -153,6 +153,20 @@ def test_threads_are_where_the_plan_has_them(pair: Pair) -> None:
         seen |= planned
 
 
+def test_every_engine_thread_works(pair: Pair) -> None:
+    """`verify` sends each engine a request of its own, with its key, and looks who worked."""
+    done = subprocess.run(
+        [ROOT / ".venv/bin/zenlaunch", "verify", "--json", "--name", f"pair-{os.getpid()}"],
+        capture_output=True, text=True, timeout=120, check=False, env=pair.environ,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert [one["idle_cpus"] for one in found.values()] == ["", ""], found
+    assert done.returncode == 0, found
+    text = httpx.get(f"{pair.url}/metrics").text
+    for name in found:
+        assert f'zenlaunch_instance_problems{{instance="{name}"}} 0.0' in text
+
+
 def test_polluted_environment_is_cleaned(pair: Pair) -> None:
     for instance in pair.plan["instances"]:
         pid = _main_pids(pair)[instance["name"]]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import httpx
 import pytest
 from conftest import ROOT, free_ports, wait_for
 
+from zenlaunch.procfs import threads_of
+
 PROGRAM = str(ROOT / ".venv" / "bin" / "zenlaunch")
 ENGINE = str(ROOT / "tests" / "supervise" / "engine.py")
 # Sizes so small that they fit on any machine.
 SMALL = ("--kv-cache", "1M", "--weights", "1M", "--overhead", "1M")
-
+CPUS = sorted(os.sched_getaffinity(0))
 FAILS = ("--ready-after", "60", "--exit-after", "0.2", "--exit-code", "3")
 
 pytestmark = pytest.mark.timeout(240)
@@ -131,6 +134,35 @@ def test_background_start_that_fails(world: World) -> None:
     assert done.returncode == 6
     assert "died while starting (exit 3" in done.stderr
     assert world.processes() == []
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs a CPU beside the plan's")
+def test_placement_that_changes_is_told_once_and_measured(world: World) -> None:
+    words = world.words("-d", "--cpus", str(CPUS[0]), "--look-every-s", "0.2")
+    assert world.run(*words).returncode == 0
+
+    def metric(name: str) -> float | None:
+        text = httpx.get(f"http://127.0.0.1:{world.port}/metrics").text
+        found = re.search(rf'^zenlaunch_instance_{name}{{instance="i0"}} (\S+)$', text, re.M)
+        return float(found[1]) if found else None
+
+    def said() -> int:
+        return (world.folder / "state/zenlaunch/default/up.log").read_text().count("off the plan")
+
+    wait_for(lambda: metric("problems") is not None, 10, "no proof")
+    assert (metric("drifts_total"), metric("threads_off_plan"), said()) == (0, 0, 0)
+    status = world.status()
+    assert status is not None
+    for thread in threads_of(status["instances"][0]["pid"]):
+        os.sched_setaffinity(thread.tid, CPUS)
+    wait_for(lambda: (metric("threads_off_plan") or 0) > 0, 10, "not noticed")
+    time.sleep(0.5)  # two more looks, which must not tell it again
+    assert (metric("drifts_total"), said()) == (1, 1)
+    assert world.zenlaunch("verify").returncode == 6
+    assert world.zenlaunch("restart", "i0").returncode == 0
+    wait_for(lambda: metric("threads_off_plan") == 0, 10, "the new run is not as planned")
+    assert (metric("restarts_total"), metric("drifts_total"), said()) == (1, 1, 1)
+    assert world.zenlaunch("down").returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -103,6 +103,9 @@ def test_commands(guest: Result) -> None:
     assert [row["state"] for row in status["instances"]] == ["ready"] * 4
     assert [row["restarts"] for row in status["instances"]] == [0, 1, 0, 0]
     assert status["proxy"]["state"] == "ready"
+    # Each unit is a cgroup of its own, whose pages the kernel adds up by node.
+    assert all(row["remote_page_ratio"] <= 0.01 for row in status["instances"]), status
+    assert [row["threads_off_plan"] for row in status["instances"]] == [0] * 4
     assert "4 of 4 ready" in seen["table"]
     assert seen["verify_rc"] == 0, seen["verify"]
     assert all(one["local_ratio"] >= 0.99 for one in seen["verify"].values())

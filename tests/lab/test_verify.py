@@ -30,8 +30,8 @@ MACHINES = {
 }
 SCENES = {
     "four-nodes": (
-        "plan_is_kernel", "without_numactl", "escape", "wrong_node", "migrated", "offlined",
-        "cpuset_around", "cpuset_refuses", "cpuset_changed",
+        "plan_is_kernel", "without_numactl", "escape", "wrong_node", "migrated",
+        "migrated_in_its_cgroup", "offlined", "cpuset_around", "cpuset_refuses", "cpuset_changed",
     ),
     "smt": ("smt",),
     "memory-only": ("memory_only_node",),

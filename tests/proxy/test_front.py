@@ -666,6 +666,19 @@ def test_metrics_of_all_instances(shared: Pair) -> None:
     assert json.loads(proxy.request("GET", "/load").body)["server_load"] == 0
 
 
+def test_metrics_that_somebody_else_keeps(engines: Start, proxy: Start, tmp_path: Path) -> None:
+    file = tmp_path / "instances.prom"
+    door = proxy(engines(1), metrics_file=str(file))
+    before = door.request("GET", "/metrics")
+    assert before.status == 200  # there is no such file yet
+    file.write_text("# TYPE zenlaunch_instance_restarts_total counter\n"
+                    'zenlaunch_instance_restarts_total{instance="i0"} 3')  # fmt: skip
+    assert door.metric("zenlaunch_instance_restarts_total") == 3
+    assert door.metric("zenlaunch_upstream_up") == 1
+    file.unlink()
+    assert "zenlaunch_instance" not in door.request("GET", "/metrics").body.decode()
+
+
 def test_access_log(engines: Start, proxy: Start, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     door = proxy(engines(1), access_log=str(path))

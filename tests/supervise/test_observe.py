@@ -210,6 +210,49 @@ def test_numa_maps_are_counted_by_page_size_files_apart_shared_once() -> None:
     assert Pages().local_ratio(CpuSet.parse("1")) is None
 
 
+NUMA_STAT = """\
+anon N0=1048576 N1=3145728
+file N0=8388608 N1=2097152
+kernel_stack N0=16384 N1=16384
+shmem N0=0 N1=1048576
+file_mapped N0=1048576 N1=0
+anon_thp N0=0 N1=2097152
+"""
+
+
+def group(root: Path, procs: str, *, path: str = "zen.slice/i0.service") -> Path:
+    for pid in (10, 11):
+        (root / f"proc/{pid}").mkdir(parents=True, exist_ok=True)
+        (root / f"proc/{pid}/cgroup").write_text(f"4:memory:/other\n0::/{path}\n")
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True)
+    (folder / "cgroup.procs").write_text(procs)
+    (folder / "memory.numa_stat").write_text(NUMA_STAT)
+    return folder
+
+
+def test_the_pages_of_a_cgroup_are_those_of_the_tree_in_it(tmp_path: Path) -> None:
+    folder = group(tmp_path, "11\n10\n")
+    assert procfs.group_pages([10, 11], tmp_path) == Pages(
+        own={0: 1 << 20, 1: 4 << 20}, file={0: 8 << 20, 1: 1 << 20}
+    )
+    assert procfs.group_pages([10], tmp_path) is None  # somebody else is in it
+    (folder / "cgroup.procs").write_text("10\n")
+    assert procfs.group_pages([10, 11], tmp_path) is None  # or it does not hold all
+    assert procfs.group_pages([10], tmp_path) is not None
+    (folder / "below").mkdir()
+    assert procfs.group_pages([10], tmp_path) is None
+
+
+def test_without_a_cgroup_of_its_own_a_tree_has_no_such_pages(tmp_path: Path) -> None:
+    assert procfs.group_pages([], tmp_path) is None
+    assert procfs.group_pages([10], tmp_path) is None
+    (group(tmp_path, "10\n") / "memory.numa_stat").unlink()  # no memory controller
+    assert procfs.group_pages([10], tmp_path) is None
+    (tmp_path / "proc/10/cgroup").write_text("4:memory:/only/version/1\n")
+    assert procfs.group_pages([10], tmp_path) is None
+
+
 def test_a_sample_of_pages_says_where_they_are(run: Callable[..., Pinned]) -> None:
     one = run(64, str(CPU))
     sample = procfs.sample_pages(one.pid, 512, chance=random.Random(1))
@@ -248,4 +291,6 @@ def test_drift_is_told_once() -> None:
     assert "2 of 9 threads may run off the plan (before: 0)" in words
     assert "20.0 % of the pages are on other nodes" in words
     assert drift(bad, bad) is None
+    assert drift(bad, Look(threads=10, threads_off_plan=3, remote_page_ratio=0.3)) is None
+    assert drift(bad, Look(threads=10, threads_off_plan=9, remote_page_ratio=0.2)) is not None
     assert drift(bad, good) is None

@@ -20,7 +20,7 @@ from zenlaunch.engines.vllm_versions import DEFAULT, NEWEST, Row, Zen, parse_ver
 from zenlaunch.errors import ConfigError, PlanError
 from zenlaunch.memory import ModelSizes
 from zenlaunch.plan import PlannedInstance
-from zenlaunch.spec import CompileCache, Evidence, HealthCheck, LaunchSpec
+from zenlaunch.spec import CompileCache, Evidence, Exercise, HealthCheck, LaunchSpec
 from zenlaunch.topology import Note, Severity
 
 # Inherited values of these change where threads or memory go, or break a start; an instance begins
@@ -158,7 +158,7 @@ def launch(
         phases=vllm_log.PHASES,
         signatures=vllm_log.SIGNATURES,
         compile_cache=_compile_cache(config, facts, choice, row, sizes, env),
-        evidence=_evidence(facts, choice, row),
+        evidence=_evidence(config, facts, choice, row),
         drain_s=config.engine.drain_s if row.shutdown_timeout else 0.0,
     )
 
@@ -231,7 +231,7 @@ def _environment(
     return env | config.engine.env
 
 
-def _evidence(facts: EngineFacts, choice: EngineChoice, row: Row) -> Evidence:
+def _evidence(config: Config, facts: EngineFacts, choice: EngineChoice, row: Row) -> Evidence:
     """Return what a ready instance must show: libraries really mapped, the cores it logged.
 
     The log line of the zen platform is not asked for: vLLM 0.32 prints it before its logging is set
@@ -245,7 +245,24 @@ def _evidence(facts: EngineFacts, choice: EngineChoice, row: Row) -> Evidence:
     return Evidence(
         libraries=tuple(libraries),
         cores_pattern=vllm_log.CORES_PATTERN if row.bind_log else None,
+        exercise=Exercise(
+            path="/v1/completions",
+            body=json.dumps(
+                {"model": _served_name(config), "prompt": "one two " * 16, "max_tokens": 2}
+            ),
+            key_variable="VLLM_API_KEY",
+        ),
     )
+
+
+def _served_name(config: Config) -> str:
+    """Return what clients call the model: the first of --served-model-name, or its own name."""
+    args = config.engine.args
+    for i, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        if flag == "--served-model-name":
+            return value if equals else args[i + 1] if i + 1 < len(args) else ""
+    return config.model or ""
 
 
 def _compile_cache(

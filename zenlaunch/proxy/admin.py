@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 from zenlaunch.proxy.answers import Answer, error_body
@@ -154,7 +155,7 @@ class Admin:
         return _json(200, {"object": "list", "data": list(models.values())})
 
     async def metrics(self) -> Answer:
-        """Return the proxy's metrics and those of all instances."""
+        """Return the proxy's metrics, those kept for it in a file, and those of all instances."""
         hub = self._hub
         answers = await self._ask_all("/metrics", hub.upstream_authorization)
         own = own_exposition(
@@ -167,4 +168,16 @@ class Admin:
         for name, body in answers:
             # A large exposition must not hold up the streams: in a thread, and one at a time.
             await asyncio.to_thread(aggregate.add, name, body.decode("utf-8", "replace"))
-        return Answer(status=200, body=own + aggregate.text().encode(), content_type=CONTENT_TYPE)
+        body = own + _text_of(hub.options.metrics_file) + aggregate.text().encode()
+        return Answer(status=200, body=body, content_type=CONTENT_TYPE)
+
+
+def _text_of(path: Path | None) -> bytes:
+    """Return the lines of a metrics file; nothing while there is none."""
+    if path is None:
+        return b""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return b""
+    return text if text.endswith(b"\n") or not text else text + b"\n"

@@ -40,7 +40,8 @@ class ProxyOptions:
     and port are then not bound. Paths are None where the feature is off; `access_log` "-" is
     stderr. `api_keys_file` and `admin_keys_file` hold a `name: key` (or a bare key) per line;
     `api_keys_env` names a variable with the same, separated by commas. `upstream_key_file` holds
-    the one key that the engines were given.
+    the one key that the engines were given. `metrics_file` is Prometheus text that somebody else
+    keeps, added to `/metrics`.
     """
 
     upstreams: tuple[tuple[str, str], ...]
@@ -88,6 +89,7 @@ class ProxyOptions:
     trusted_peers: tuple[str, ...] = ()  # networks whose X-Forwarded-* are believed
     admin_socket: Path | None = None
     access_log: Path | None = None
+    metrics_file: Path | None = None
 
     addresses: tuple[UpstreamAddress, ...] = field(init=False)
 

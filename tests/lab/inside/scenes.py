@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ from typing import Any
 
 from inside.kernel import save
 
-from zenlaunch import events, observe
+from zenlaunch import events, observe, procfs
+from zenlaunch.child import tree
 from zenlaunch.compose import Composed, compose
 from zenlaunch.config import Config, EngineConfig, SplitConfig
 from zenlaunch.cpuset import CpuSet
@@ -168,6 +170,35 @@ async def migrated() -> str:
     return words[1]
 
 
+async def migrated_in_its_cgroup() -> str:
+    """The same where the instance has a cgroup to itself, which the kernel adds up."""
+    group = make_group("own", "0-7", "0-3", controllers="+cpuset +memory")
+    spec = specs_of(composed())[1]
+    words = f"echo $$ > {group}/cgroup.procs; exec {shlex.join(spec.argv)}"
+    spec = replace(spec, argv=("/bin/sh", "-c", words))
+    said: list[str | None] = []
+
+    async def scene(supervisor: Supervisor, logs: dict[str, tuple[str, ...]]) -> None:
+        pid = pid_of(supervisor, spec.name)
+        before = procfs.group_pages(tree(pid))
+        walked = procfs.pages_of(tree(pid))
+        print(before, walked, flush=True)
+        assert before is not None
+        # The kernel's sums are brought up to date every other second, and count the page cache.
+        assert abs(sum(before.own.values()) / sum(walked.own.values()) - 1) < 0.1
+        looks = [observe.look(spec, pid)]
+        subprocess.run(["migratepages", str(pid), "1", "2"], check=True)
+        await asyncio.sleep(2.5)
+        looks.append(observe.look(spec, pid))
+        print(looks, flush=True)
+        said.extend((observe.drift(None, looks[0]), observe.drift(looks[0], looks[1])))
+
+    await up((spec,), scene)
+    assert said[0] is None
+    assert "of the pages are on other nodes" in (said[1] or "")
+    return said[1] or ""
+
+
 async def offlined() -> str:
     specs = specs_of(composed())[2:3]
     cpu = specs[0].engine_cpus.last
@@ -209,9 +240,9 @@ async def cpuset_changed() -> str:
     return seen[0].problems[0]
 
 
-def make_group(name: str, cpus: str, mems: str) -> Path:
+def make_group(name: str, cpus: str, mems: str, *, controllers: str = "+cpuset") -> Path:
     root = Path("/sys/fs/cgroup")
-    (root / "cgroup.subtree_control").write_text("+cpuset")
+    (root / "cgroup.subtree_control").write_text(controllers)
     group = root / name
     group.mkdir(exist_ok=True)
     (group / "cpuset.cpus").write_text(cpus)
