@@ -257,6 +257,8 @@ def _warn_of_what_units_lack(
         return
     warned = set()
     for path in paths:
+        if path.startswith(("/tmp/", "/var/tmp/")):
+            _say(f"warning: the units have a /tmp of their own and will not see {path}")
         for place in (path, *options.places[path]):
             closed = closed_to(options.user, place)
             if closed is None or closed in warned:

@@ -120,6 +120,8 @@ def test_a_folder_that_the_user_may_not_enter_is_named(zenlaunch: Run) -> None:
                          "--", str(link), "{port}")  # fmt: skip
         assert done.status == 0
         assert f"the user zenlaunch may not enter {name}, where {link} is" in done.err
+        private = name.startswith(("/tmp/", "/var/tmp/"))
+        assert (f"a /tmp of their own and will not see {link}" in done.err) == private
 
 
 def test_a_file_named_from_this_folder_is_named(
