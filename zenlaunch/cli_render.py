@@ -32,6 +32,7 @@ from zenlaunch.topology import Severity
 
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
+    from zenlaunch.installed import Change
     from zenlaunch.render import RenderedFile, RenderOptions
     from zenlaunch.spec import LaunchSpec
 
@@ -76,7 +77,7 @@ def systemd(
         typer.Option("--user", show_default=False, help="The user that runs it (as --name)."),
     ] = None,
     systemd_version: Annotated[
-        int, typer.Option("--systemd-version", help="254 has better keys for restarts.")
+        int, typer.Option("--systemd-version", min=252, help="254 has better keys for restarts.")
     ] = 252,
     with_numactl: Annotated[
         bool,
@@ -92,7 +93,13 @@ def systemd(
 ) -> None:  # fmt: skip
     """Make systemd units of the plan: to the screen, a folder, or installed."""
     from zenlaunch.compose import compose, read_machine
-    from zenlaunch.installed import changes, diff_text, install_files, refuse_foreign
+    from zenlaunch.installed import (
+        changes,
+        diff_text,
+        install_files,
+        refuse_foreign,
+        refuse_foreign_folder,
+    )
     from zenlaunch.render import RENDERERS, RenderOptions
 
     only_one({"--output": output, "--install": install or None, "--diff": diff or None})
@@ -122,6 +129,7 @@ def systemd(
     _warn_of_what_units_lack(options, specs, composed)
     if output is not None:
         found = changes(files, output, name=name)
+        refuse_foreign_folder(output, name)
         refuse_foreign(found)
         install_files(found, say=_say)
         return
@@ -132,10 +140,13 @@ def systemd(
     print(diff_text(found) or "what is installed is the same", end="" if found else "\n")
     if diff:
         raise typer.Exit(DIFFERS if found else 0)
+    refuse_foreign_folder(Path("/"), name)
+    refuse_foreign(found)
     if not found:
         return
     if not yes and not typer.confirm("write this?", default=False, err=True):
         raise RenderError("nothing was written", hint="--yes answers the question")
+    _stop_what_goes(found)
     install_files(found, say=_say)
     _tell_systemd(options)
 
@@ -304,9 +315,22 @@ def _refuse_other_machine(composed: Composed) -> None:
         )
 
 
+def _stop_what_goes(found: Sequence[Change]) -> None:
+    """Stop instances that the new plan has no more, while their units still say how."""
+    import subprocess
+
+    for unit in (c.path.name for c in found if c.new is None and c.path.suffix == ".service"):
+        _say(f"stopping {unit}, which the new plan does not have")
+        done = subprocess.run(["systemctl", "stop", unit], check=False)
+        if done.returncode:
+            raise RenderError(f"systemctl stop {unit} ended with {done.returncode}")
+
+
 def _tell_systemd(options: RenderOptions) -> None:
     """Make the user and the folders, and let systemd read the units."""
     import subprocess
+
+    from zenlaunch.units import DEFAULT_NAME
 
     for command in (
         ["systemd-sysusers", f"/etc/sysusers.d/{options.name}.conf"],
@@ -321,4 +345,13 @@ def _tell_systemd(options: RenderOptions) -> None:
             ) from e
         if done.returncode:
             raise RenderError(f"{' '.join(command)} ended with {done.returncode}")
-    _say(f"installed; start it now and at every boot: systemctl enable --now {options.name}.target")
+    target = f"{options.name}.target"
+    running = subprocess.run(["systemctl", "--quiet", "is-active", target], check=False)
+    if running.returncode:
+        _say(f"installed; start it now and at every boot: systemctl enable --now {target}")
+        return
+    which = "" if options.name == DEFAULT_NAME else f" --name {options.name}"
+    _say(
+        f"installed; what runs goes on as it was, until: systemctl start {target}; zenlaunch "
+        f"restart --rolling{which}; systemctl restart {options.name}-proxy.service"
+    )

@@ -75,6 +75,16 @@ class Guarded:
 
 
 def read_plan_file(path: Path, instance: str) -> Guarded:
+    """Read one instance of a plan file; raises ConfigError that names what is wrong."""
+    instances = read_instances(path)
+    for one in instances:
+        if one.instance.name == instance:
+            return one
+    names = ", ".join(one.instance.name for one in instances)
+    raise ConfigError(f"{path} has no instance {instance!r}", hint=f"it has {names}")
+
+
+def read_instances(path: Path) -> tuple[Guarded, ...]:
     """Read a plan file of `render systemd`; raises ConfigError that names what is wrong."""
     hint = "make it again with zenlaunch render systemd"
     try:
@@ -83,19 +93,19 @@ def read_plan_file(path: Path, instance: str) -> Guarded:
             raise ConfigError(f"{path}: schema {data['schema']!r}, not {SCHEMA}", hint=hint)
         plan = plan_from_dict(data["plan"])
         machine = data["machine"]
-        found = next((i for i in plan.instances if i.name == instance), None)
-        if found is None:
-            names = ", ".join(i.name for i in plan.instances)
-            raise ConfigError(f"{path} has no instance {instance!r}", hint=f"it has {names}")
-        return Guarded(
-            name=data["name"],
-            plan=plan,
-            machine=Topology.from_dict(machine, source=str(path)) if machine else None,
-            instance=found,
-            launch=_launch(data["launch"][instance]),
-            runtime_folder=Path(data["runtime_folder"]),
-            cache_folder=Path(data["cache_folder"]),
-            model_folder=data["model_folder"],
+        topology = Topology.from_dict(machine, source=str(path)) if machine else None
+        return tuple(
+            Guarded(
+                name=data["name"],
+                plan=plan,
+                machine=topology,
+                instance=instance,
+                launch=_launch(data["launch"][instance.name]),
+                runtime_folder=Path(data["runtime_folder"]),
+                cache_folder=Path(data["cache_folder"]),
+                model_folder=data["model_folder"],
+            )
+            for instance in plan.instances
         )
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}", hint=hint) from None

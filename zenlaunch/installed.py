@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from zenlaunch.errors import RenderError
 from zenlaunch.render import RenderedFile
 
 MADE_BY = "# Made by zenlaunch "
+SECRETS = "secrets.env"  # the administrator's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +61,15 @@ def changes(files: Sequence[RenderedFile], root: Path, *, name: str) -> list[Cha
 
 
 def _ours(root: Path, name: str) -> Iterator[Path]:
+    # In full: a deployment `llama` has nothing to do with `llama-instruct-i0.service`.
     for folder, pattern in (
-        ("etc/systemd/system", f"{name}-i*.service"),
-        (f"etc/{name}", "i*.env"),
+        ("etc/systemd/system", rf"{re.escape(name)}-i\d+\.service"),
+        (f"etc/{name}", r"i\d+\.env"),
     ):
-        for path in (root / folder).glob(pattern):
-            if path.is_file() and (_read(path) or "").startswith(MADE_BY):
+        for path in (root / folder).glob("*"):
+            if not re.fullmatch(pattern, path.name) or not path.is_file():
+                continue
+            if (_read(path) or "").startswith(MADE_BY):
                 yield path
 
 
@@ -101,6 +106,20 @@ def refuse_foreign(found: Iterable[Change]) -> None:
             )
 
 
+def refuse_foreign_folder(root: Path, name: str) -> None:
+    """Raise RenderError when the deployment's folder is somebody else's, such as /etc/default."""
+    folder = root / "etc" / name
+    if not folder.is_dir() or (folder / "plan.json").exists():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name != SECRETS and not (_read(path) or "").startswith(MADE_BY):
+            raise RenderError(
+                f"{folder} is there and was not made by zenlaunch (it has {path.name}), so nothing "
+                "was written",
+                hint="choose another --name",
+            )
+
+
 def install_files(found: Iterable[Change], *, say: Callable[[str], None]) -> None:
     """Write and remove; raises RenderError that names the first file that failed."""
     for change in found:
@@ -121,15 +140,14 @@ def install_files(found: Iterable[Change], *, say: Callable[[str], None]) -> Non
             fresh.replace(change.path)
             say(f"wrote {change.path}")
         except OSError as e:
-            raise RenderError(
-                f"cannot write {change.path}: {e.strerror}", hint="are you root? Or use --output"
-            ) from None
+            hint = "are you root? Or use --output" if isinstance(e, PermissionError) else None
+            raise RenderError(f"cannot write {change.path}: {e.strerror}", hint=hint) from None
 
 
 def _read(path: Path) -> str | None:
     try:
         return path.read_text()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"

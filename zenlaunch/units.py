@@ -21,7 +21,7 @@ from typing import Any
 
 from zenlaunch import checks, child, observe, procfs
 from zenlaunch.errors import LaunchError
-from zenlaunch.guard import Guarded, read_plan_file
+from zenlaunch.guard import Guarded, read_instances
 from zenlaunch.placement import prove
 from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import host_port
@@ -73,8 +73,7 @@ def find(name: str, root: Path = Path("/")) -> Units | None:
     path = root / "etc" / prefix / "plan.json"
     if not (root / "etc/systemd/system" / f"{prefix}.target").is_file() or not path.is_file():
         return None
-    names = [i["name"] for i in json.loads(path.read_text())["plan"]["instances"]]
-    return Units(prefix=prefix, instances=tuple(read_plan_file(path, n) for n in names))
+    return Units(prefix=prefix, instances=read_instances(path))
 
 
 def status(units: Units) -> dict[str, Any]:

@@ -102,6 +102,11 @@ def in_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
+def counted(count: int, what: str) -> str:
+    """Return "1 CPU" or "2 CPUs"."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def host_port(host: str, port: int) -> str:
     """Return the address as `parse_listen` reads it: an IPv6 one in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 
-from lab.image import Image
+from lab.image import Image, Unavailable
+from lab.namespace import Running, start
 from lab.test_plan_is_kernel import check_instance
 from lab.vm import Result, boot
 
@@ -15,7 +18,21 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def guest(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def slow_death(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running | Unavailable]:
+    """An engine that dies a minute after each start; its waiting passes beside the guest."""
+    try:
+        running = start(tmp_path_factory.mktemp("limit"), "limit.py")
+    except Unavailable as reason:
+        yield reason
+        return
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def guest(
+    image: Image, tmp_path_factory: pytest.TempPathFactory, slow_death: Running | Unavailable
+) -> Result:
     folder = tmp_path_factory.mktemp("units")
     result = boot(image, folder, "units.py", systemd=True, timeout_s=1500)
     print(result.log, result.seconds)
@@ -224,6 +241,38 @@ def test_start_limit(guest: Result) -> None:
     assert seen["again"] != 0
     assert seen["usable"] == ["i1"]
     assert [status for status, _ in seen["answers"]] == [200] * 4
+
+
+def test_start_limit_trips_for_an_engine_that_dies_after_a_minute(
+    slow_death: Running | Unavailable,
+) -> None:
+    """In full: five starts of 60 s, with the unit's own pauses between them."""
+    try:
+        if isinstance(slow_death, Unavailable):
+            raise slow_death
+        result = slow_death.result(timeout_s=700)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    print(result.log, result.seconds)
+    assert result.rc == 0, result.log
+    seen = result.json("limit.json")
+    starts = [
+        float(line.split()[0]) for line in seen["journal"].splitlines()
+        if line.endswith("Application startup complete.")
+    ]  # fmt: skip
+    assert len(starts) == 5
+    assert all(75 <= b - a < 90 for a, b in itertools.pairwise(starts)), starts
+    assert seen["unit"] == {"ActiveState": "failed", "Result": "exit-code"}
+    assert "Start request repeated too quickly" in seen["journal"]
+    assert seen["again"][0] != 0
+    # What is left goes on, and status says which is gone.
+    assert set(seen["others"].values()) == {"active"}
+    assert [row["state"] for row in seen["status"]["instances"]] == ["failed", "ready"]
+    assert seen["status"]["state"] == "degraded"
+    assert seen["answers"] == [[200, "i1"]] * 4
+    # By hand it starts again.
+    assert seen["mended"] == [0, "restarted: i0\n"]
+    assert {name for _, name in seen["after"]} == {"i0", "i1"}
 
 
 def test_reboot(guest: Result) -> None:

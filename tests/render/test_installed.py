@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zenlaunch.installed import changes, diff_text, install_files
+import pytest
+
+from zenlaunch.errors import RenderError
+from zenlaunch.installed import changes, diff_text, install_files, refuse_foreign_folder
 from zenlaunch.render import RenderedFile
 
 UNIT = RenderedFile(path="/etc/systemd/system/z-i0.service", text="# Made by zenlaunch 1\na=1\n")
@@ -20,6 +23,30 @@ def test_new_files_are_written_with_their_mode(tmp_path: Path) -> None:
     assert env.read_text() == ENV.text
     assert env.stat().st_mode & 0o777 == 0o600
     assert changes((UNIT, ENV), tmp_path, name="z") == []
+
+
+def test_a_name_that_begins_like_ours_is_not_ours(tmp_path: Path) -> None:
+    """`gemma` is planned anew; `gemma-it` beside it stays whole."""
+    for name in ("gemma", "gemma-it", "gemma-i2"):
+        for unit in (f"{name}-i0.service", f"{name}-i1.service", f"{name}-proxy.service"):
+            other = RenderedFile(path=f"/etc/systemd/system/{unit}", text=UNIT.text)
+            install_files(changes((other,), tmp_path, name="none"), say=lambda _: None)
+    kept = RenderedFile(path="/etc/systemd/system/gemma-i0.service", text=UNIT.text)
+    found = changes((kept,), tmp_path, name="gemma")
+    assert [c.path.name for c in found] == ["gemma-i1.service"]
+
+
+def test_somebody_elses_folder_is_not_taken(tmp_path: Path) -> None:
+    refuse_foreign_folder(tmp_path, "z")
+    folder = tmp_path / "etc/z"
+    folder.mkdir(parents=True)
+    (folder / "secrets.env").write_text("HF_TOKEN=x\n")
+    refuse_foreign_folder(tmp_path, "z")
+    (folder / "cron").write_text("READ_ENV=yes\n")
+    with pytest.raises(RenderError, match="was not made by zenlaunch \\(it has cron\\)"):
+        refuse_foreign_folder(tmp_path, "z")
+    (folder / "plan.json").touch()
+    refuse_foreign_folder(tmp_path, "z")
 
 
 def test_diff_shows_units_and_hides_secrets(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_options_change_names_and_paths() -> None:
     assert unit["ExecStartPre"][0].startswith("/opt/z/bin/zenlaunch guard check --plan /etc/llama/")
     with pytest.raises(RenderError, match="cannot be used in unit"):
         RenderOptions(name="../x")
+    with pytest.raises(RenderError, match="what the commands call the deployment `zenlaunch`"):
+        RenderOptions(name="default")
 
 
 def test_numactl_on_request() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from render.examples import EXAMPLES, ROOT, composed
-from zenlaunch.errors import LaunchError
+from zenlaunch.errors import ConfigError, LaunchError
 from zenlaunch.units import Units, _member, _overall, find, log_command, spec_of
 
 
@@ -25,6 +25,16 @@ def test_finds_what_is_installed(deployment: Units, tmp_path: Path) -> None:
     assert find("other", ROOT / "systemd" / EXAMPLES[0]) is None
     with pytest.raises(LaunchError, match="no member 'i9'"):
         deployment.unit("i9")
+
+
+def test_a_damaged_plan_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "etc/zenlaunch").mkdir(parents=True)
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    (tmp_path / "etc/systemd/system/zenlaunch.target").touch()
+    for text in ("", "{", "[]", '{"schema": 1}'):
+        (tmp_path / "etc/zenlaunch/plan.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"plan\.json is no plan file"):
+            find("default", tmp_path)
 
 
 def test_the_spec_for_verify_is_that_of_the_plan(deployment: Units) -> None:

@@ -52,6 +52,11 @@ class RenderOptions:
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.name == "default":
+            raise RenderError(
+                "`default` is what the commands call the deployment `zenlaunch`",
+                hint="leave --name out, or choose another",
+            )
         for key, value in (("name", self.name), ("user", self.user)):
             if _NAME.fullmatch(value) is None:
                 raise RenderError(

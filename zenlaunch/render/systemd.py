@@ -23,7 +23,7 @@ from zenlaunch.render.files import RenderedFile, RenderOptions, header
 from zenlaunch.render.hardening import instance_hardening, proxy_hardening
 from zenlaunch.render.quoting import env_line, exec_line, paths, plain
 from zenlaunch.spec import LaunchSpec
-from zenlaunch.values import host_port, in_gib
+from zenlaunch.values import counted, host_port, in_gib
 
 SCHEMA = 1
 UNITS = "/etc/systemd/system"
@@ -127,8 +127,7 @@ def _target(plan: Plan, options: RenderOptions) -> RenderedFile:
     name = options.name
     wants = [f"{name}-proxy.socket", f"{name}-proxy.service"]
     wants += [f"{name}-{i.name}.service" for i in plan.instances]
-    count = len(plan.instances)
-    what = f"{count} instance{'s' * (count != 1)} of {plan.model or plan.engine}"
+    what = f"{counted(len(plan.instances), 'instance')} of {plan.model or plan.engine}"
     text = (
         header(plan, options, f"Your own changes: systemctl edit {name}.target")
         + f"""
@@ -161,7 +160,7 @@ def _instance(
     guard = exec_line([*options.program, "guard"])
     which = f"--plan /etc/{name}/plan.json --instance {instance.name}"
     model = f" of {plan.model}" if plan.model else ""
-    where = f"{len(instance.cpus)} CPUs" + (f", memory of node {instance.mem_nodes}"
+    where = counted(len(instance.cpus), "CPU") + (f", memory of node {instance.mem_nodes}"
                                        if instance.mem_nodes else "")  # fmt: skip
     mounts = [f"/var/cache/{name}", f"/var/lib/{name}"]
     if options.model_folder:
@@ -310,7 +309,7 @@ def _proxy(plan: Plan, config: Config, options: RenderOptions) -> RenderedFile:
         header(plan, options, f"Your own changes: systemctl edit {name}-proxy.service")
         + f"""
 [Unit]
-Description={plain(f"zenlaunch proxy of {len(plan.instances)} instances")}
+Description={plain(f"zenlaunch proxy of {counted(len(plan.instances), 'instance')}")}
 PartOf={name}.target
 Wants={name}-proxy.socket
 After=network.target {name}-proxy.socket
