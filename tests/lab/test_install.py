@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     except Unavailable as reason:
         pytest.skip(str(reason))
     print(result.log, result.seconds)
+    assert not running.group.exists()
+    assert str(running.folder) not in Path("/proc/self/mountinfo").read_text()
     assert result.rc == 0, result.log
     found: dict[str, Any] = result.json("install.json")
     return found

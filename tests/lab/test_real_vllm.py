@@ -7,6 +7,7 @@ cpusets themselves are shown in the emulated guest (test_units).
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,57 @@ def test_all_are_ready_and_answer(seen: dict[str, Any]) -> None:
     assert set(seen["states"].values()) == {"active"}
     assert {status for status, _ in seen["answers"]} == {200}
     assert {name for _, name in seen["answers"]} == {"i0", "i1"}
+
+
+def test_they_are_as_planned(seen: dict[str, Any]) -> None:
+    assert seen["verify_units"] == [0, ""]
+    assert seen["status"]["state"] == "ready"
+    for row in seen["status"]["instances"]:
+        assert row["requests_running"] == 0
+        assert row["kv_usage"] == 0
+    rc, said = seen["verify"]
+    assert rc == 0, said
+    for one in json.loads(said).values():
+        assert one["ok"]
+        assert one["libraries"]["iomp5"]
+
+
+def test_what_hardens_them_is_in_force(seen: dict[str, Any]) -> None:
+    for unit, one in seen["sandbox"].items():
+        assert one["NoNewPrivs"] == "1"
+        assert one["Seccomp"] == "2"
+        assert int(one["CapEff"], 16) == int(one["CapBnd"], 16) == 0
+        assert not one["Uid"].startswith("0\t")
+        assert one["user_namespace"]
+        assert one["others_hidden"]
+        assert not one["sees_tmp"]
+        assert set(one["devices"]) <= {
+            *("char", "fd", "full", "hugepages", "log", "mqueue", "null", "ptmx", "pts", "random"),
+            *("shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero"),
+        }
+        own = ["/var/lib/zenlaunch", "/var/cache/zenlaunch"] if "-i0" in unit else []
+        assert one["writable"] == own
+    refused = "Connection refused"  # as far as the address, where nobody listens
+    assert seen["reached"] == {
+        "zenlaunch-i0.service": refused,
+        "zenlaunch-proxy.service": "Operation not permitted",
+    }
+    # What it does not apply, systemd says.
+    assert seen["warnings"] == ""
+
+
+def test_what_it_compiles_is_its_own_and_is_run(seen: dict[str, Any]) -> None:
+    libraries = seen["compiled"].splitlines()
+    assert libraries
+    assert all(line.startswith("zenlaunch 700 /var/cache/zenlaunch/vllm/") for line in libraries)
+
+
+def test_restart_and_down(seen: dict[str, Any]) -> None:
+    assert seen["restart"]["rc"] == 0
+    assert seen["restart"]["said"] == "restarted: i0\n"
+    assert seen["restarted"]
+    assert {tuple(answer) for answer in seen["after"]} == {(200, "i0"), (200, "i1")}
+    assert seen["down"]["rc"] == 0
+    assert seen["left"] == ""
+    assert {r["Result"] for r in seen["results"].values()} == {"success"}
+    assert {r["NRestarts"] for r in seen["results"].values()} == {"0"}

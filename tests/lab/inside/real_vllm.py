@@ -44,7 +44,8 @@ def main() -> None:
     seen["status"] = json.loads(sh("zenlaunch status --json"))
     seen["verify"] = status_of("zenlaunch verify --json 2>/dev/null")
     seen["sandbox"] = {unit: sandbox(main_pid(unit)) for unit in (INSTANCES[0], PROXY)}
-    seen["memory_of_code"] = written_and_executed(main_pid(PROXY))
+    sh("ip address add 192.0.2.1/32 dev lo")  # TEST-NET-1: an address that is not the loopback's
+    seen["reached"] = {unit: reaches(unit, "192.0.2.1") for unit in (INSTANCES[0], PROXY)}
     seen["compiled"] = sh("find /var/cache/zenlaunch -name '*.so' -printf '%u %m %p\\n'")
     before = main_pid(INSTANCES[0])
     seen["restart"] = timed("zenlaunch restart i0")
@@ -103,13 +104,14 @@ def hides_others(pid: int) -> bool:
     return False
 
 
-def written_and_executed(pid: int) -> list[str]:
-    """Return mappings that are writable and executable, which MemoryDenyWriteExecute= bars."""
-    return [
-        line
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-        if "wx" in line.split()[1]
-    ]
+def reaches(unit: str, address: str) -> str:
+    """Say what a connection from the unit's control group meets (IPAddressDeny=)."""
+    group = f"/sys/fs/cgroup/system.slice/{unit}/cgroup.procs"
+    program = (
+        f"import os, socket; open({group!r}, 'w').write(str(os.getpid())); "
+        f"s = socket.socket(); s.settimeout(2); print(s.connect_ex(({address!r}, 9)))"
+    )
+    return os.strerror(int(sh(f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}")))
 
 
 main()
