@@ -99,6 +99,7 @@ def systemd(
         install_files,
         refuse_foreign,
         refuse_foreign_folder,
+        refuse_without_systemd,
     )
     from zenlaunch.render import RENDERERS, RenderOptions
 
@@ -144,6 +145,7 @@ def systemd(
     refuse_foreign(found)
     if not found:
         return
+    refuse_without_systemd(Path("/"))
     if not yes and not typer.confirm("write this?", default=False, err=True):
         raise RenderError("nothing was written", hint="--yes answers the question")
     _stop_what_goes(found)

@@ -120,6 +120,15 @@ def refuse_foreign_folder(root: Path, name: str) -> None:
             )
 
 
+def refuse_without_systemd(root: Path) -> None:
+    """Raise RenderError unless systemd runs this machine, as sd_booted(3) asks."""
+    if not (root / "run/systemd/system").is_dir():
+        raise RenderError(
+            "this machine is not run by systemd, so nothing was written",
+            hint="--output DIR writes the units to a folder",
+        )
+
+
 def install_files(found: Iterable[Change], *, say: Callable[[str], None]) -> None:
     """Write and remove; raises RenderError that names the first file that failed."""
     for change in found:

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from zenlaunch.errors import RenderError
-from zenlaunch.installed import changes, diff_text, install_files, refuse_foreign_folder
+from zenlaunch.installed import (
+    changes,
+    diff_text,
+    install_files,
+    refuse_foreign_folder,
+    refuse_without_systemd,
+)
 from zenlaunch.render import RenderedFile
 
 UNIT = RenderedFile(path="/etc/systemd/system/z-i0.service", text="# Made by zenlaunch 1\na=1\n")
@@ -47,6 +53,13 @@ def test_somebody_elses_folder_is_not_taken(tmp_path: Path) -> None:
         refuse_foreign_folder(tmp_path, "z")
     (folder / "plan.json").touch()
     refuse_foreign_folder(tmp_path, "z")
+
+
+def test_nothing_is_installed_where_systemd_does_not_run(tmp_path: Path) -> None:
+    with pytest.raises(RenderError, match="not run by systemd, so nothing was written"):
+        refuse_without_systemd(tmp_path)
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    refuse_without_systemd(tmp_path)
 
 
 def test_diff_shows_units_and_hides_secrets(tmp_path: Path) -> None:
