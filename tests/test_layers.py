@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("engines", "proxy_command"),
     ("render",),
+    ("sockdiag",),
     (
         "named_file", "places", "stdout", "events", "checks", "compiled", "logs", "child", "notify",
         "installed",

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zenlaunch.sockdiag import bound_inactive
+
 _FREE_KEYS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
 _LISTEN = "0A"
@@ -99,9 +101,9 @@ def port_taken(host: str, port: int) -> str | None:
     """Say who holds `port`, or return None when it is free.
 
     A plain bind() also fails while connections of an earlier run are closing (TIME_WAIT). Where
-    such are there and a bind() with SO_REUSEADDR succeeds, the port is taken for free: this misses
-    an engine that started to load on the same port within that minute, which `foreign_listener`
-    finds when ours says that it is ready.
+    such are there and a bind() with SO_REUSEADDR succeeds, the port is free unless an engine began
+    to load on it within that minute: Linux names that one from 6.8 on, and before it is
+    `foreign_listener` that finds it, when ours says that it is ready.
     """
     error = _binds(host, port, reuse=False)
     if error is None:
@@ -109,15 +111,19 @@ def port_taken(host: str, port: int) -> str | None:
     if error.errno != 98:  # EADDRINUSE
         return f"cannot bind {host}:{port}: {error.strerror}"
     rows = tcp_rows(port)
-    if any(r.state in _CLOSING for r in rows) and _binds(host, port, reuse=True) is None:
+    loading = bound_inactive(port)
+    if (
+        not loading
+        and any(r.state in _CLOSING for r in rows)
+        and _binds(host, port, reuse=True) is None
+    ):
         return None
     for pid in listeners(port).values():
         return f"port {port} is taken by pid {pid} ({command_of(pid)})"
     if any(r.state == _LISTEN for r in rows):
         return f"port {port} is taken by a process of another user"
-    return (
-        f"port {port} is bound by a process that does not listen yet (another engine that loads?)"
-    )
+    who = next((f"pid {p} ({command_of(p)})" for p in holders(loading).values()), "a process")
+    return f"port {port} is bound by {who}, which does not listen yet (another engine that loads?)"
 
 
 def foreign_listener(port: int, own: Iterable[int]) -> int | None:

@@ -105,6 +105,15 @@ def test_closing_connections_of_an_earlier_run_do_not_hold_a_port() -> None:
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("127.0.0.1", port))
     assert checks.port_taken("127.0.0.1", port) is None
+    with socket.socket() as loads:  # another engine, as vLLM binds
+        loads.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        loads.bind(("127.0.0.1", port))
+        said = checks.port_taken("127.0.0.1", port)
+        if tuple(int(n) for n in os.uname().release.split(".")[:2]) >= (6, 8):
+            assert f"port {port} is bound by pid {os.getpid()} (" in (said or "")
+        else:
+            assert said is None
+    assert checks.port_taken("127.0.0.1", port) is None
 
 
 def test_free_memory_of_a_node_is_the_engines_own_sum(tmp_path: Path) -> None:
