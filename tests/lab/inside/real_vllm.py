@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import time
+from errno import ECONNREFUSED
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,15 @@ def hides_others(pid: int) -> bool:
     return False
 
 
-def reaches(unit: str, address: str) -> str:
-    """Say what a connection from the unit's control group meets (IPAddressDeny=)."""
+def reaches(unit: str, address: str) -> bool:
+    """Say whether the unit's control group gets through to an address (IPAddressDeny=)."""
     group = f"/sys/fs/cgroup/system.slice/{unit}/cgroup.procs"
     program = (
         f"import os, socket; open({group!r}, 'w').write(str(os.getpid())); "
         f"s = socket.socket(); s.settimeout(2); print(s.connect_ex(({address!r}, 9)))"
     )
-    return os.strerror(int(sh(f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}")))
+    # Refused as far as the address, where nobody listens; else its packets are dropped.
+    return int(sh(f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}")) == ECONNREFUSED
 
 
 main()
