@@ -176,29 +176,38 @@ def restart(units: Units, names: Sequence[str]) -> Iterator[str]:
     not take it back.
     """
     for name in names:
-        unit = units.unit(name)
-        before = _show(units)[unit]["InvocationID"]
-        # What an operator asks for does not count towards the start limit.
-        subprocess.run(["systemctl", "reset-failed", unit], stderr=subprocess.DEVNULL, check=False)
-        # The proxy's reload puts a successor in its place; nobody waits for the old one's streams.
-        verb = "reload-or-restart" if name == "proxy" else "restart"
-        done = subprocess.run(["systemctl", verb, unit], check=False)
-        now = _show(units)[unit]
-        if done.returncode and now["InvocationID"] == before:
-            raise LaunchError(
-                f"systemd did not {verb} {name}", hint=_as_root(units, f"restart {name}")
-            )
-        if done.returncode or now["ActiveState"] != "active":
-            raise LaunchError(f"{name} did not become ready again", hint=f"journalctl -u {unit}")
-        until = time.monotonic() + _TAKEN_IN_S
-        while (said := _usable(units).get(name)) not in (None, "ready", "half-open"):
-            if time.monotonic() > until:
-                raise LaunchError(
-                    f"{name} runs again, and the proxy does not use it: it is {said} there",
-                    hint=f"journalctl -u {units.proxy_unit}",
-                )
-            time.sleep(0.2)
+        _restart_one(units, name)
         yield name
+
+
+def _restart_one(units: Units, name: str) -> None:
+    unit = units.unit(name)
+    before = _show(units)[unit]
+    # What an operator asks for does not count towards the start limit.
+    subprocess.run(["systemctl", "reset-failed", unit], stderr=subprocess.DEVNULL, check=False)
+    # The proxy's reload puts a successor in its place; nobody waits for the old one's streams.
+    verb = "reload-or-restart" if name == "proxy" else "restart"
+    done = subprocess.run(["systemctl", verb, unit], check=False)
+    now = _show(units)[unit]
+    if done.returncode and now["InvocationID"] == before["InvocationID"]:
+        raise LaunchError(f"systemd did not {verb} {name}", hint=_as_root(units, f"restart {name}"))
+    if done.returncode or now["ActiveState"] != "active":
+        raise LaunchError(f"{name} did not become ready again", hint=f"journalctl -u {unit}")
+    until = time.monotonic() + _TAKEN_IN_S
+    while (missing := _missing(units, name, before["MainPID"])) is not None:
+        if time.monotonic() > until:
+            raise LaunchError(missing, hint=f"journalctl -u {units.proxy_unit}")
+        time.sleep(0.2)
+
+
+def _missing(units: Units, name: str, old_pid: str) -> str | None:
+    """Say what keeps a member that was started anew from its work."""
+    if _show(units)[units.unit(name)]["MainPID"] == old_pid:  # a reload returns before it is done
+        return f"{name} is still the process that it was"
+    said = _usable(units).get(name)
+    if said in (None, "ready", "half-open"):
+        return None
+    return f"{name} runs again, and the proxy does not use it: it is {said} there"
 
 
 def down(units: Units) -> None:

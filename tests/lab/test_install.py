@@ -53,6 +53,33 @@ def test_installed_and_not_started(seen: dict[str, Any]) -> None:
     assert seen["before"]["down"] == [0, "zenlaunch is down\n"]
 
 
+def test_without_rights(seen: dict[str, Any]) -> None:
+    """Who may only look is told so, not that something is wrong with the instances."""
+    assert seen["nobody"]["status"][0] == 0
+    for word, said in [
+        ("verify", "this user may not look into the processes of i0"),
+        ("restart i0", "systemd did not restart i0"),
+        ("down", "systemctl stop ended with"),
+    ]:
+        rc, text = seen["nobody"][word]
+        assert rc == 6
+        assert said in text
+        assert f"it needs root: sudo zenlaunch {word}" in text
+
+
+def test_all_restarted_under_load(seen: dict[str, Any]) -> None:
+    """In turn, and the proxy too: no request is refused, no stream cut, none waits for long."""
+    roll = seen["roll"]
+    assert roll["said"] == [
+        [0, "restarted: i0\nrestarted: i1\n"],
+        [0, "restarted: proxy\n"],
+    ]
+    assert roll["anew"] == [True, True, True]
+    assert roll["load"]["streams"] == ["data: [DONE]"] * 4
+    assert roll["load"]["failed"] == []
+    assert roll["load"]["longest_s"] < 1.0
+
+
 def test_a_plan_with_fewer_instances(seen: dict[str, Any]) -> None:
     """The instance that goes is stopped; the others are not touched, and that is said."""
     rc, said = seen["diff"]

@@ -132,43 +132,25 @@ def test_commands(guest: Result) -> None:
     assert seen["unknown"][0] == 6
 
 
-def test_without_rights(guest: Result) -> None:
-    """Who may only look is told so, not that something is wrong with the instances."""
-    seen = guest.json("nobody.json")
-    assert seen["status"][0] == 0
-    for word, said in [
-        ("verify", "this user may not look into the processes of i0"),
-        ("restart i0", "systemd did not restart i0"),
-        ("down", "systemctl stop ended with"),
-    ]:
-        rc, text = seen[word]
-        assert rc == 6
-        assert said in text
-        assert f"it needs root: sudo zenlaunch {word}" in text
-
-
 def test_rolling_restart(guest: Result) -> None:
-    """One at a time, each drained and ready again before the next; no request is lost."""
+    """One at a time, each drained and ready before the next; it stops at one that does not return.
+
+    That all come back, in turn, is shown by test_install without emulation.
+    """
     seen = guest.json("rolling.json")
-    assert seen["good"] == [0, "".join(f"restarted: {name}\n" for name in ("i0", "i1", "i2", "i3"))]
-    assert seen["away"] == [[f"zenlaunch-i{k}.service"] for k in range(4)]
-    for unit, pid in seen["before"].items():
-        assert seen["after"][unit] not in (pid, 0)
+    rc, said = seen["said"]
+    assert rc == 6
+    assert said.startswith("restarted: i0\nrestarted: i1\n")
+    assert "i2 did not become ready again" in said
+    units = [f"zenlaunch-i{k}.service" for k in range(4)]
+    assert seen["away"] == [[unit] for unit in units[:3]]
+    before, after = seen["before"], seen["after"]
+    assert after[units[0]] not in (before[units[0]], 0)
+    assert after[units[1]] not in (before[units[1]], 0)
+    assert after[units[3]] == before[units[3]]
     assert seen["load"]["streams"] == ["data: [DONE]"] * 4
     check_failed(seen["load"]["failed"])
-
-
-def test_rolling_restart_stops_at_one_that_does_not_come_back(guest: Result) -> None:
-    seen = guest.json("rolling.json")
-    rc, said = seen["bad"]
-    assert rc == 6
-    assert "restarted: i0\n" in said
-    assert "i1 did not become ready again" in said
-    before, after = seen["after"], seen["stopped"]
-    assert after["zenlaunch-i0.service"] not in (before["zenlaunch-i0.service"], 0)
-    for unit in ("zenlaunch-i2.service", "zenlaunch-i3.service"):
-        assert after[unit] == before[unit]
-    assert seen["mended"] == [0, "restarted: i1\n"]
+    assert seen["mended"] == [0, "restarted: i2\n"]
 
 
 def test_changed_cpuset_loses_pins(guest: Result) -> None:

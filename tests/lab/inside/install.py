@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from inside.kernel import ENGINE, save, sh, status_of
+from inside.kernel import ENGINE, save, sh, status_of, wait_for
+from inside.load import Load
 from inside.systemd import UNITS, active, bind_by_affinity, has_cpuset, main_pid
 
 FIRST, SECOND = "zenlaunch-i0.service", "zenlaunch-i1.service"
 PROXY = "zenlaunch-proxy.service"
+URL = "http://127.0.0.1:8000"
 
 
 def render(count: int, flags: str) -> str:
@@ -23,6 +25,20 @@ def render(count: int, flags: str) -> str:
 
 def files() -> str:
     return sh("ls -lR --time-style=full-iso /etc/zenlaunch /etc/systemd/system", check=False)
+
+
+def roll() -> dict[str, Any]:
+    """Restart all under load, the proxy too."""
+    units = [FIRST, SECOND, PROXY]
+    before = [main_pid(unit) for unit in units]
+    with Load(URL, streams=4, tokens=60) as load:
+        wait_for("streams run", lambda: load.streaming == 4)
+        said = [status_of("zenlaunch restart --rolling"), status_of("zenlaunch restart proxy")]
+    return {
+        "said": said,
+        "anew": [main_pid(unit) not in (0, old) for unit, old in zip(units, before, strict=True)],
+        "load": load.report(),
+    }
 
 
 def main() -> None:
@@ -42,6 +58,12 @@ def main() -> None:
         for command in ("status", "verify", "logs i0", "down")
     }
     sh("systemctl start zenlaunch.target")
+    nobody = "setpriv --reuid 65534 --regid 65534 --clear-groups zenlaunch"
+    seen["nobody"] = {
+        command: status_of(f"{nobody} {command}")
+        for command in ("status", "verify", "restart i0", "down")
+    }
+    seen["roll"] = roll()
     pids = {unit: main_pid(unit) for unit in (FIRST, PROXY)}
     seen["diff"] = status_of(render(1, "--diff"))
     seen["fewer"] = status_of(render(1, "--install --yes"))

@@ -44,7 +44,6 @@ def main() -> None:
     reload_proxy()
     restart_proxy()
     commands()
-    without_rights()
     rolling()
     change_cpuset()
     stop()
@@ -217,28 +216,19 @@ def commands() -> None:
     )
 
 
-def without_rights() -> None:
-    """The same commands as a user who may only look."""
-    step("as nobody")
-    nobody = "setpriv --reuid 65534 --regid 65534 --clear-groups zenlaunch"
-    save(
-        "nobody.json",
-        {
-            word: status_of(f"{nobody} {word}")
-            for word in ("status", "verify", "restart i0", "down")
-        },
-    )
-
-
 def rolling() -> None:
-    """Roll under load; then once more with one that does not come back."""
+    """Roll under load, and the third does not come back."""
     step("restart --rolling under load")
     before = {unit: main_pid(unit) for unit in UNITS}
+    drop_in = Path(f"/run/systemd/system/{UNITS[2]}.d/lab.conf")
+    drop_in.parent.mkdir(parents=True)
+    drop_in.write_text("[Service]\nExecStart=\nExecStart=/bin/false\n")
+    sh("systemctl daemon-reload")
     away: list[list[str]] = []  # who was not active, each time that this changed
     rolled = threading.Event()
 
     def watch() -> None:
-        while not rolled.is_set():
+        while not rolled.wait(0.5):
             now = [unit for unit, state in active(UNITS).items() if state != "active"]
             if now and away[-1:] != [now]:
                 away.append(now)
@@ -247,25 +237,18 @@ def rolling() -> None:
     watcher.start()
     with Load(URL, streams=4, tokens=100) as load:
         wait_for("streams run", lambda: load.streaming == 4)
-        good = status_of("zenlaunch restart --rolling")
+        said = status_of("zenlaunch restart --rolling")
     rolled.set()
     watcher.join()
     after = {unit: main_pid(unit) for unit in UNITS}
-    step("restart --rolling, and one does not come back")
-    drop_in = Path(f"/run/systemd/system/{UNITS[1]}.d/lab.conf")
-    drop_in.parent.mkdir(parents=True)
-    drop_in.write_text("[Service]\nExecStart=\nExecStart=/bin/false\n")
-    sh("systemctl daemon-reload")
-    bad = status_of("zenlaunch restart --rolling")
-    stopped = {unit: main_pid(unit) for unit in UNITS}
     drop_in.unlink()
     sh("systemctl daemon-reload")
-    mended = status_of("zenlaunch restart i1")
+    mended = status_of("zenlaunch restart i2")
     save(
         "rolling.json",
         {
-            "before": before, "good": good, "away": away, "after": after, "load": load.report(),
-            "bad": bad, "stopped": stopped, "mended": mended,
+            "before": before, "after": after, "said": said, "away": away, "load": load.report(),
+            "mended": mended,
         },
     )  # fmt: skip
 
