@@ -131,9 +131,8 @@ def check(
 
     Waits up to `patience_s` for the node's memory, and without limit for a cold compile cache.
     """
-    problems = [*machine_problems(guarded, read_sysfs(Path("/"), live=True))]
-    problems += binding_problems(guarded.instance)
-    problems += _leftovers()
+    changed = machine_problems(guarded, read_sysfs(Path("/"), live=True))
+    problems = [*changed, *binding_problems(guarded.instance), *_leftovers()]
     taken = checks.port_taken(guarded.launch.host, guarded.launch.port)
     if taken is not None:
         problems.append(taken)
@@ -143,7 +142,9 @@ def check(
     if problems:
         raise LaunchError(
             f"{guarded.instance.name} must not start here:\n  " + "\n  ".join(problems),
-            hint="if the machine has changed, plan again: zenlaunch render systemd --diff",
+            hint="plan for it: zenlaunch render systemd --diff, then --install"
+            if changed
+            else None,
         )
     _wait_for_cache(guarded, say)
 
@@ -195,8 +196,9 @@ def _leftovers() -> list[str]:
         return []
     with contextlib.suppress(OSError):
         pids = [int(word) for word in (group / "cgroup.procs").read_text().split()]
+        # Its command is not to be seen from here: it is in the earlier run's user namespace.
         return [
-            f"pid {pid} is left of an earlier run ({checks.command_of(pid)})"
+            f"pid {pid} is left of an earlier run in {group.name} (kill -KILL {pid})"
             for pid in pids
             if pid != os.getpid()
         ]

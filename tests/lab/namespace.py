@@ -67,6 +67,7 @@ class Running:
     group: Path
     process: subprocess.Popen[bytes]
     began: float
+    began_at: float  # of the wall clock, as files have it
 
     def result(self, *, timeout_s: float) -> Result:
         """Return what the work left. Raises Unavailable where the machine did not allow it."""
@@ -82,7 +83,8 @@ class Running:
         assert rc == ENDED, f"status {rc}: {said}"
         files = {p.name: p.read_bytes() for p in (self.folder / "out").iterdir() if p.is_file()}
         assert "rc" in files, said
-        seconds = time.monotonic() - self.began
+        # When it ended, not when somebody asked.
+        seconds = (self.folder / "out" / "rc").stat().st_mtime - self.began_at
         return Result(rc=int(files["rc"]), log=self.text(), files=files, seconds=seconds)
 
     def text(self) -> str:
@@ -133,12 +135,12 @@ def start(folder: Path, work: str, *arguments: str, readable: Iterable[Path] = (
         *(str(HERE / "namespace.sh"), str(folder), str(HERE / "inside")),
         *(str(REPOSITORY / "zenlaunch"), *opened),
     ]
-    began = time.monotonic()
+    began, began_at = time.monotonic(), time.time()
     with (folder / "console").open("wb") as console:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=console, stderr=console
         )
-    return Running(folder=folder, group=group, process=process, began=began)
+    return Running(folder=folder, group=group, process=process, began=began, began_at=began_at)
 
 
 def _group() -> Path:

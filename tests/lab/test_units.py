@@ -205,7 +205,8 @@ def test_refuses(guest: Result, name: str, said: str) -> None:
 def test_refuses_to_start_over_leftovers(guest: Result) -> None:
     seen = guest.json("leftovers.json")
     assert seen["rc"] != 0
-    assert f"pid {seen['worker']} is left of an earlier run (/usr/bin/python3" in seen["journal"]
+    said = f"pid {seen['worker']} is left of an earlier run in zenlaunch-i0.service"
+    assert said in seen["journal"]
     assert seen["alive"] == [seen["worker"]]  # nothing was started beside it
     assert seen["then"] == 0
 
