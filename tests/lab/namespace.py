@@ -126,12 +126,11 @@ def start(folder: Path, work: str, *arguments: str, readable: Iterable[Path] = (
     (folder / "zenlaunch").chmod(0o755)
     programs = [sys.executable, *places_of(sys.executable)]
     opened = _with_parents([*programs, *map(str, readable)])
-    namespaces = ["--mount", "--pid", "--ipc", "--uts", "--net", "--cgroup"]
     command = [
-        # Into the group, and with us gone (pytest was killed) it goes too.
-        *("sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(group)),
-        *("setpriv", "--pdeathsig", "KILL"),
-        *("unshare", *namespaces, "--fork", "--kill-child", "--"),
+        *("setpriv", "--pdeathsig", "KILL"),  # with us gone (pytest was killed) it goes too
+        *("unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--"),
+        # The first process alone into the group: controllers want that nobody stays beside it.
+        *("sh", "-c", 'echo 0 >"$0/cgroup.procs" && exec unshare --cgroup -- "$@"', str(group)),
         *(str(HERE / "namespace.sh"), str(folder), str(HERE / "inside")),
         *(str(REPOSITORY / "zenlaunch"), *opened),
     ]
