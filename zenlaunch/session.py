@@ -144,14 +144,15 @@ class Session:
             for row in self._held[0].status()
             if row.state in (State.READY, State.UNREADY, State.DRAINING)
         }
-        found: dict[str, Any] = {}
-        for name, spec in self._specs.items():
+
+        async def one(name: str, spec: LaunchSpec) -> dict[str, Any]:
             event = self._ready.get(name)
             if name not in ready or event is None:
-                found[name] = {"ok": False, "problems": [f"{name} is not ready"]}
-                continue
-            found[name] = (await self._proof(spec, event)).to_dict()
-        return found
+                return {"ok": False, "problems": [f"{name} is not ready"]}
+            return (await self._proof(spec, event)).to_dict()
+
+        found = await asyncio.gather(*(one(*item) for item in self._specs.items()))
+        return dict(zip(self._specs, found, strict=True))
 
 
 def ask(url: str, question: str) -> str:

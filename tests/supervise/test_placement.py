@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from zenlaunch import placement
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.observe import Look, Verification
 from zenlaunch.placement import Placement, prove
@@ -75,6 +76,14 @@ def test_an_engine_that_does_not_answer_the_request_is_judged_without_it() -> No
     assert not any("did nothing" in p for p in proof.problems)
 
 
+def test_an_engine_that_keeps_the_request_waiting_is_judged_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "EXERCISE_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert proof_of(os.getpid(), silent.getsockname()[1]).idle is None
+
+
 def verification(*problems: str, away: int = 0) -> Verification:
     return Verification(
         threads=4, threads_off_plan=(), engine_threads={}, pages=Pages(),
@@ -86,8 +95,8 @@ def look(*, off: int = 0, away: float = 0.0) -> Look:
     return Look(threads=4, threads_off_plan=off, remote_page_ratio=away)
 
 
-def told(placement: Placement, path: Path, **restarts: int) -> dict[tuple[str, str], float]:
-    placement.write(path, restarts)
+def told(kept: Placement, path: Path, **restarts: int) -> dict[tuple[str, str], float]:
+    kept.write(path, restarts)
     return {
         (sample.name.removeprefix("zenlaunch_instance_"), sample.labels["instance"]): sample.value
         for family in text_string_to_metric_families(path.read_text())
@@ -98,21 +107,21 @@ def told(placement: Placement, path: Path, **restarts: int) -> dict[tuple[str, s
 
 def test_what_became_worse_is_counted_and_told(tmp_path: Path) -> None:
     path = tmp_path / "instances.prom"
-    placement = Placement(["i0", "i1"])
-    assert told(placement, path) == {
+    kept = Placement(["i0", "i1"])
+    assert told(kept, path) == {
         ("restarts_total", "i0"): 0, ("restarts_total", "i1"): 0,
         ("drifts_total", "i0"): 0, ("drifts_total", "i1"): 0,
     }  # fmt: skip
-    assert placement.seen("i0") == {}
-    placement.proved("i0", verification())
-    placement.proved("i1", verification("10 % of 1 MiB is not on node 1", away=10))
-    assert placement.seen("i1") == {"remote_page_ratio": pytest.approx(0.1), "threads_off_plan": 0}
-    assert placement.looked("i0", look()) is None
-    assert "may run off the plan" in (placement.looked("i0", look(off=2, away=0.0)) or "")
-    assert placement.looked("i0", look(off=2, away=0.0)) is None
-    assert "on other nodes" in (placement.looked("i0", look(off=2, away=0.3)) or "")
-    assert placement.looked("i1", look(away=0.2)) is None  # told at its ready
-    seen = told(placement, path, i0=0, i1=3, proxy=1)
+    assert kept.seen("i0") == {}
+    kept.proved("i0", verification())
+    kept.proved("i1", verification("10 % of 1 MiB is not on node 1", away=10))
+    assert kept.seen("i1") == {"remote_page_ratio": pytest.approx(0.1), "threads_off_plan": 0}
+    assert kept.looked("i0", look()) is None
+    assert "may run off the plan" in (kept.looked("i0", look(off=2, away=0.0)) or "")
+    assert kept.looked("i0", look(off=2, away=0.0)) is None
+    assert "on other nodes" in (kept.looked("i0", look(off=2, away=0.3)) or "")
+    assert kept.looked("i1", look(away=0.2)) is None  # told at its ready
+    seen = told(kept, path, i0=0, i1=3, proxy=1)
     assert seen == {
         ("restarts_total", "i0"): 0, ("restarts_total", "i1"): 3,
         ("drifts_total", "i0"): 2, ("drifts_total", "i1"): 0,
@@ -123,12 +132,12 @@ def test_what_became_worse_is_counted_and_told(tmp_path: Path) -> None:
 
 
 def test_of_a_run_that_has_ended_only_the_counts_stay(tmp_path: Path) -> None:
-    placement = Placement(["i0"])
-    placement.proved("i0", verification())
-    placement.looked("i0", look(away=0.5))
-    placement.forget("i0")
-    assert told(placement, tmp_path / "m", i0=1) == {
+    kept = Placement(["i0"])
+    kept.proved("i0", verification())
+    kept.looked("i0", look(away=0.5))
+    kept.forget("i0")
+    assert told(kept, tmp_path / "m", i0=1) == {
         ("restarts_total", "i0"): 1, ("drifts_total", "i0"): 1,
     }  # fmt: skip
-    placement.proved("i0", verification())
-    assert placement.looked("i0", look(away=0.5)) is not None
+    kept.proved("i0", verification())
+    assert kept.looked("i0", look(away=0.5)) is not None
