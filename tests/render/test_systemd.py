@@ -50,7 +50,10 @@ def test_every_file_says_what_made_it(example: tuple[str, tuple[RenderedFile, ..
     digest = plan_digest(composed(name).plan)
     for file in files:
         if file.path.endswith(".json"):
-            assert json.loads(file.text)["plan"]["topology_digest"]
+            data = json.loads(file.text)
+            assert data["plan_digest"] == digest
+            assert data["remake"] == f"zenlaunch render systemd -f configs/{name}.yaml"
+            assert data["plan"]["topology_digest"]
             continue
         assert file.text.startswith("# Made by zenlaunch ")
         assert digest in file.text

@@ -9,6 +9,7 @@ keys where the option says 254. systemd.service(5), systemd.resource-control(5),
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from zenlaunch.config import Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan, PlannedInstance, PlannedProxy
 from zenlaunch.proxy_command import proxy_command
-from zenlaunch.render.files import RenderedFile, RenderOptions, header
+from zenlaunch.render.files import RenderedFile, RenderOptions, header, plan_digest
 from zenlaunch.render.hardening import instance_hardening, proxy_hardening
 from zenlaunch.render.quoting import env_line, exec_line, paths, plain
 from zenlaunch.spec import LaunchSpec
@@ -80,6 +81,8 @@ def plan_file(plan: Plan, specs: tuple[LaunchSpec, ...], options: RenderOptions)
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "zenlaunch": __version__,
+        "plan_digest": plan_digest(plan),
+        "remake": shlex.join(options.remake),
         "name": options.name,
         "runtime_folder": f"/run/{options.name}",
         "cache_folder": f"/var/cache/{options.name}",
