@@ -82,7 +82,7 @@ WISHES = (
 )  # fmt: skip
 
 
-# The proxy's own keys; for `up` and `proxy`.
+# The proxy's own keys; for the commands that start one or say how.
 PROXY_WISHES = (
     _option("proxy.half_close", HalfClose, "--half-close",
             "What a client's FIN means while its answer is pending."),

@@ -25,13 +25,14 @@ from zenlaunch.cli_options import (
     ZenTorch,
     only_one,
     read_config,
-    takes_wishes,
+    takes_all_wishes,
 )
 from zenlaunch.errors import RenderError
 from zenlaunch.topology import Severity
 
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
+    from zenlaunch.config import Config
     from zenlaunch.installed import Change
     from zenlaunch.render import RenderedFile, RenderOptions
     from zenlaunch.spec import LaunchSpec
@@ -52,7 +53,7 @@ Program = Annotated[
 
 
 @app.command()
-@takes_wishes
+@takes_all_wishes
 def systemd(
     ctx: typer.Context,
     model: ModelArgument = None,
@@ -125,7 +126,7 @@ def systemd(
     )
     specs = tuple(replace(s, argv=_whole_program(s.argv, here=here)) for s in composed.specs)
     if here or install:
-        options = replace(options, places=_places(options, specs))
+        options = replace(options, places=_places(options, specs, composed.config))
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
     _warn_of_what_units_lack(options, specs, composed)
     if output is not None:
@@ -154,7 +155,7 @@ def systemd(
 
 
 @app.command()
-@takes_wishes
+@takes_all_wishes
 def shell(
     ctx: typer.Context,
     model: ModelArgument = None,
@@ -239,9 +240,9 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec]) -> set[str]:
+def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec], config: Config) -> set[str]:
     """Return the paths that the units name: programs, the model, what else is absolute."""
-    words = {*options.program}
+    words = {*options.program, config.proxy.api_keys_file or ""}
     if options.model_folder is not None:
         words.add(options.model_folder)
         with contextlib.suppress(OSError):
@@ -251,10 +252,12 @@ def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec]) -> set[s
     return {word for word in words if word.startswith("/")}
 
 
-def _places(options: RenderOptions, specs: Sequence[LaunchSpec]) -> dict[str, tuple[str, ...]]:
+def _places(
+    options: RenderOptions, specs: Sequence[LaunchSpec], config: Config
+) -> dict[str, tuple[str, ...]]:
     from zenlaunch.places import places_of
 
-    return {path: places_of(path) for path in _read_by_units(options, specs)}
+    return {path: places_of(path) for path in _read_by_units(options, specs, config)}
 
 
 def _warn_of_what_units_lack(
@@ -263,7 +266,7 @@ def _warn_of_what_units_lack(
     """Say what works in this shell and will not in a unit: another user, folder and cache."""
     from zenlaunch.places import closed_to
 
-    paths = sorted(_read_by_units(options, specs))
+    paths = sorted(_read_by_units(options, specs, composed.config))
     if not options.places:  # for a machine that is not here
         for path in (p for p in paths if p.startswith("/root/")):
             _say(f"warning: the user {options.user} cannot read {path}: /root is for root alone")

@@ -91,7 +91,16 @@ def compose(config: Config, topology: Topology, *, here: bool) -> Composed:
     folder = find_model(config.model, os.environ) if config.model is not None else None
     if config.model is not None and Path(config.model).expanduser().is_dir():
         # A pasted command, a unit and a detached run start in other folders.
-        config = replace(config, model=str(Path(config.model).expanduser().absolute()))
+        config = replace(config, model=_whole(config.model))
+    if here:
+        config = replace(
+            config,
+            proxy=replace(
+                config.proxy,
+                api_keys_file=_whole(config.proxy.api_keys_file),
+                access_log=_whole(config.proxy.access_log),
+            ),
+        )
     if here and folder is None and (config.model or "").startswith(("/", "./", "../", "~")):
         raise PlanError(f"the model folder {config.model} does not exist", hint="check the path")
     sizes = ModelSizes() if folder is None else read_sizes(folder, config.engine.args)
@@ -110,6 +119,11 @@ def compose(config: Config, topology: Topology, *, here: bool) -> Composed:
         specs=specs,
         model_folder=folder,
     )
+
+
+def _whole(path: str | None) -> str | None:
+    """Return a path from the root on; None, and "-" for a stream, stay as they are."""
+    return path if path in (None, "-") else str(Path(path).expanduser().absolute())
 
 
 def shell_words(spec: LaunchSpec) -> list[list[str]]:

@@ -78,6 +78,7 @@ def test_all_restarted_under_load(seen: dict[str, Any]) -> None:
     assert roll["load"]["streams"] == ["data: [DONE]"] * 4
     assert roll["load"]["failed"] == []
     assert roll["load"]["longest_s"] < 1.0
+    assert seen["logged"] > 4
 
 
 def test_a_plan_with_fewer_instances(seen: dict[str, Any]) -> None:

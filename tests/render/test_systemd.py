@@ -183,3 +183,23 @@ def test_homes_are_read_where_a_program_really_lies() -> None:
     own = {"/usr/local/bin/zenlaunch": ("/root/z/bin/python",)}
     files = render("small-server", places=own)
     assert keys(of(files, "zenlaunch-proxy.service"))["ProtectHome"] == ["read-only"]
+
+
+def test_files_of_the_proxy() -> None:
+    """Its keys are read where homes are hidden, its log is written where all is read-only."""
+    made = composed("small-server")
+
+    def unit(**fields: str) -> dict[str, list[str]]:
+        config = replace(made.config, proxy=replace(made.config.proxy, **fields))
+        files = RENDERERS["systemd"](made.plan, made.specs, config, RenderOptions())
+        return keys(of(files, "zenlaunch-proxy.service"))
+
+    assert unit(api_keys_file="/etc/keys")["ProtectHome"] == ["yes"]
+    assert unit(api_keys_file="/home/me/keys")["ProtectHome"] == ["read-only"]
+    assert unit(access_log="-")["ReadWritePaths"] == ["/run/zenlaunch"]
+    assert unit(access_log="/var/log/zenlaunch/access")["LogsDirectory"] == ["zenlaunch"]
+    own = unit(access_log="/srv/my logs/access")["ReadWritePaths"]
+    assert own == ["/run/zenlaunch", '"/srv/my logs"']
+    for fields in ({"api_keys_file": "keys"}, {"access_log": "log/access"}):
+        with pytest.raises(RenderError, match=f"proxy.{next(iter(fields))}: the unit runs in ano"):
+            unit(**fields)

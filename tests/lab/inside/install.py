@@ -19,6 +19,7 @@ def render(count: int, flags: str) -> str:
     return (
         f"zenlaunch render systemd --engine command --instances {count} --kv-cache 16M "
         f"--weights 16M --overhead 64M --program /usr/local/bin/zenlaunch {flags} "
+        "--access-log /var/log/zenlaunch/access "
         f"-- /usr/bin/python3 {ENGINE} --mib 8 --port {{port}}"
     )
 
@@ -64,6 +65,7 @@ def main() -> None:
         for command in ("status", "verify", "restart i0", "down")
     }
     seen["roll"] = roll()
+    seen["logged"] = len(Path("/var/log/zenlaunch/access").read_text().splitlines())
     pids = {unit: main_pid(unit) for unit in (FIRST, PROXY)}
     seen["diff"] = status_of(render(1, "--diff"))
     seen["fewer"] = status_of(render(1, "--install --yes"))
