@@ -190,6 +190,7 @@ class Engine(asyncio.Protocol):
             fields += b"%b: %b\r\n" % (name.encode(), value.encode())
         echo = [v for v in head.split(b"\r\n") if v.lower().startswith(b"x-tag:")]
         fields += b"".join(v + b"\r\n" for v in echo)
+        fields += b"x-peer: %d\r\n" % self.transport.get_extra_info("peername")[1]
         if framing == "chunked":
             fields += b"transfer-encoding: chunked\r\n"
         elif framing == "length":

@@ -106,22 +106,23 @@ class Hub:
     def set_upstreams(self, options: ProxyOptions) -> None:
         """Take the list of upstreams from `options`; those that stay keep their state."""
         wanted = {address.name: address for address in options.addresses}
-        for name in [name for name in self.upstreams if name not in wanted]:
-            self.upstreams.pop(name).close_idle()
+        gone = [n for n, u in self.upstreams.items() if wanted.get(n) != u.address]
+        for name in gone:
+            upstream = self.upstreams.pop(name)
+            upstream.retire()
             self._probes.pop(name).cancel()
-            self.balancer.forget(name)
-        for name, address in wanted.items():
-            old = self.upstreams.get(name)
-            if old is not None and old.address == address:
-                continue
-            if old is not None:
-                old.close_idle()
-                self._probes.pop(name).cancel()
-                self.balancer.forget(name)
-            self.upstreams[name] = Upstream(address, self.loop, pool_idle_s=options.pool_idle_s)
+            del self._wake[name]
+            log.info("upstream %s: %s gets no more requests", name, upstream.address.url)
+        new = [name for name in wanted if name not in self.upstreams]
+        self.balancer.set_members(wanted, self.now(), replaced=gone)
+        for name in new:
+            self.upstreams[name] = Upstream(
+                wanted[name], self.loop, pool_idle_s=options.pool_idle_s
+            )
             self._wake[name] = asyncio.Event()
             self._probes[name] = self.loop.create_task(self._probe(name))
-        self.balancer.set_members(wanted)
+            log.info("upstream %s: %s is new", name, wanted[name].url)
+        self.pump_soon()
 
     def spawn(self, coroutine: object) -> None:
         """Run a coroutine beside the connections until it ends or the proxy does."""
@@ -211,6 +212,7 @@ class Hub:
         wake = self._wake[name]
         while True:
             await self._probe_once(name)
+            self.pump_soon()  # who waited for it has a place now, or must be told
             ready = self.balancer.is_ready(name)
             pause_s = options.probe_ready_interval_s if ready else options.probe_interval_s
             wake.clear()
@@ -245,7 +247,6 @@ class Hub:
             return
         if status == 200:
             self._note(name, self.balancer.probe_answered(name), "is ready")
-            self.pump_soon()
         else:
             gone = self.balancer.probe_missed(name, decisive=True)
             self._note(name, gone, f"says {status}")

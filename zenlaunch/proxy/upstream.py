@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol, cast
 
+from zenlaunch.proxy.address import UpstreamAddress
 from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events
 from zenlaunch.proxy.http1 import (
     MAX_HEAD_BYTES,
@@ -22,7 +23,6 @@ from zenlaunch.proxy.http1 import (
     ResponseHead,
     parse_response_head,
 )
-from zenlaunch.proxy.options import UpstreamAddress
 from zenlaunch.proxy.retry import Fault, fault_of_reset
 
 Relay = Callable[[bytes], None]
@@ -298,7 +298,9 @@ class UpstreamConnection(asyncio.Protocol):
 class Upstream:
     """One engine: its address, its idle connections, what was counted for it."""
 
-    __slots__ = ("_loop", "address", "authority", "connections", "idle", "name", "pool_idle_s")
+    __slots__ = (
+        "_loop", "address", "authority", "connections", "idle", "name", "pool_idle_s", "retired",
+    )  # fmt: skip
 
     def __init__(
         self, address: UpstreamAddress, loop: asyncio.AbstractEventLoop, *, pool_idle_s: float
@@ -309,6 +311,7 @@ class Upstream:
         self.pool_idle_s = pool_idle_s
         self.idle: list[UpstreamConnection] = []
         self.connections = 0
+        self.retired = False
         self._loop = loop
 
     async def connect(self) -> UpstreamConnection:
@@ -328,7 +331,10 @@ class Upstream:
         return None
 
     def put(self, connection: UpstreamConnection, now: float) -> None:
-        """Keep a connection for the next request."""
+        """Keep a connection for the next request, unless there will be none."""
+        if self.retired:
+            connection.transport.abort()
+            return
         connection.idle_since = now
         self.idle.append(connection)
 
@@ -336,6 +342,11 @@ class Upstream:
         """Drop a connection that has closed."""
         if connection in self.idle:
             self.idle.remove(connection)
+
+    def retire(self) -> None:
+        """Get no more requests: what is under way finishes, and its connections are closed."""
+        self.retired = True
+        self.close_idle()
 
     def close_idle(self, now: float | None = None) -> None:
         """Close the idle connections: those too old by `now`, or all."""
