@@ -40,10 +40,14 @@ class Engine:
         self.start()
 
     def start(self) -> None:
-        argv = [sys.executable, str(HERE / "engine.py"), str(self.port), *self.models]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        self.begin()
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
+
+    def begin(self) -> None:
+        """Start, and do not wait for it to listen."""
+        argv = [sys.executable, str(HERE / "engine.py"), str(self.port), *self.models]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
     @property
     def url(self) -> str:
