@@ -45,6 +45,46 @@ def test_join_two_instances() -> None:
     assert odd[0].labels["text"] == 'instance="y",} # TYPE'
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "<html>", "foo bar baz", "{}", "x", "x{", "x{a=1} 1", 'x{a="1} 1', 'x{a="1"} one', "1x 1",
+        "# HELP ", "# TYPE", "# TYPE x", "# TYPE x nonsense", "# HELP 1x y", "\x00", "x 1 2 3",
+        "x 1_000", 'x{a="1""b="2"} 1', "x\u2028 1", "x 0x10", '{a="b"} 1', "x{a=\"\n\"} 1",
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_metrics_spoil_nothing(line: str) -> None:
+    joined = Aggregate()
+    joined.add("i0", f"# TYPE a gauge\na 1\n{line}\nb 2\n")
+    families = list(text_string_to_metric_families(joined.text()))
+    assert [s.name for f in families for s in f.samples if s.name in "ab"] == ["a", "b"]
+    assert len(families) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x 1", "x\t1", "x{} 1", 'x{a="b",} 1', 'x{a="b", c="d"} -1.5e+10 123', "x +Inf", "x NaN",
+     "x .5", 'x{a="\\"},{\\n\\\\"} 1', "x:y_z 1", 'x{a="\u2028\xe9"} 1', "x -Inf -5"],
+)  # fmt: skip
+def test_lines_that_are(line: str) -> None:
+    (sample,) = next(text_string_to_metric_families(line + "\n")).samples
+    joined = Aggregate()
+    joined.add("i0", line)
+    (again,) = next(text_string_to_metric_families(joined.text())).samples
+    assert again.labels == {**sample.labels, "instance": "i0"}
+    assert repr(again.value) == repr(sample.value)
+
+
+def test_a_proxy_behind_a_proxy() -> None:
+    joined = Aggregate()
+    own = '# TYPE up gauge\nup{instance="i0"} 1\n'
+    joined.add(None, own)
+    joined.add("u0", own)
+    (family,) = text_string_to_metric_families(joined.text())
+    assert [s.labels for s in family.samples] == [
+        {"instance": "i0"}, {"instance": "u0", "exported_instance": "i0"}]  # fmt: skip
+
+
 def test_nothing_joins_to_nothing() -> None:
     assert Aggregate().text() == ""
 

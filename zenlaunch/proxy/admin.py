@@ -18,6 +18,7 @@ from zenlaunch.proxy.routes import Action, Resolution
 from zenlaunch.proxy.upstream import fetch
 
 _FETCH_TIMEOUT_S = 5.0
+_FETCH_BYTES = 8 * 2**20
 
 
 def _json(status: int, value: object, *, fields: bytes = b"") -> Answer:
@@ -118,7 +119,13 @@ class Admin:
         names = hub.balancer.usable()
         answers = await asyncio.gather(
             *(
-                fetch(hub.upstreams[name], path, timeout_s=_FETCH_TIMEOUT_S, fields=fields)
+                fetch(
+                    hub.upstreams[name],
+                    path,
+                    timeout_s=_FETCH_TIMEOUT_S,
+                    fields=fields,
+                    limit_bytes=_FETCH_BYTES,
+                )
                 for name in names
             ),
             return_exceptions=True,
@@ -144,7 +151,7 @@ class Admin:
                 data = json.loads(body)["data"]
                 for model in data:
                     models.setdefault(model["id"], model)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             known = True
         if not known:
@@ -164,7 +171,8 @@ class Admin:
             connections=len(hub.clients),
         )
         aggregate = Aggregate()
+        aggregate.add(None, own.decode())  # an instance may be such a proxy: each family is one
         for name, body in answers:
             # A large exposition must not hold up the streams: in a thread, and one at a time.
             await asyncio.to_thread(aggregate.add, name, body.decode("utf-8", "replace"))
-        return Answer(status=200, body=own + aggregate.text().encode(), content_type=CONTENT_TYPE)
+        return Answer(status=200, body=aggregate.text().encode(), content_type=CONTENT_TYPE)

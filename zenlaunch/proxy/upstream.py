@@ -399,7 +399,7 @@ async def fetch(
     *,
     timeout_s: float,
     fields: bytes = b"",
-    limit_bytes: int = 64 * 2**20,
+    limit_bytes: int = 2**20,
 ) -> tuple[int, bytes]:
     """GET a path of an engine on a connection of its own: status and body.
 
