@@ -1,7 +1,8 @@
 """A stand-in engine that misbehaves on request.   engine.py PORT (0: any; printed on stdout)
 
 What it does is told by the request's own JSON (`"do": {...}`) or, for the next requests whatever
-they say, by POST /_do {"do": {...} | null, "times": n} straight to it. GET /_seen: what it saw.
+they say, by POST /_do {"do": {...} | null, "times": n} straight to it; there too what it says at
+/v1/models and /metrics instead of sense ({"/metrics": text}). GET /_seen: what it saw.
 
 do: prefill_s (before anything), head_first (send the head, then prefill), status, headers, type,
 events, gap_s, text, stamp (text is the time of writing), body_bytes, framing (chunked, length,
@@ -25,7 +26,9 @@ SEEN: dict[str, Any] = {
     "requests": 0, "running": 0, "cancelled": 0, "cancelled_at": 0.0, "heads": [], "bodies": [],
     "probes": 0, "connections": 0,
 }  # fmt: skip
-OVERRIDE: dict[str, Any] = {"do": None, "times": 0, "health": 200, "idle_s": None}
+OVERRIDE: dict[str, Any] = {
+    "do": None, "times": 0, "health": 200, "idle_s": None, "/v1/models": None, "/metrics": None,
+}  # fmt: skip
 MODEL = "tiny"
 
 
@@ -122,6 +125,8 @@ class Engine(asyncio.Protocol):
         elif path == "/health":
             SEEN["probes"] += 1
             status = OVERRIDE["health"]
+        elif OVERRIDE.get(path) is not None:
+            out = OVERRIDE[path].encode("latin-1")
         elif path == "/v1/models":
             ids = [MODEL, *sys.argv[2:]]
             out = json.dumps(
@@ -145,7 +150,7 @@ class Engine(asyncio.Protocol):
     async def work(self, method: str, path: str, body: bytes, head: bytes) -> None:
         try:
             asked = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             asked = {}
         if not isinstance(asked, dict):
             asked = {}

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -138,6 +139,22 @@ def test_10_stream_with_a_length(shared: Pair, end: str) -> None:
         assert not response.whole
         assert "error" in response.events[-1]
         assert client.closed()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_8_break_inside_a_very_large_event(shared: Pair, path: str) -> None:
+    """An event that is too large to be held is told apart from the error that follows it."""
+    proxy, _ = shared
+    with proxy.connect() as client:
+        head = (
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 900000\r\n\r\n"
+        )
+        raw = head + 'data: {"a": "' + "x" * 200_000
+        client.post(path, stream=True, do={"raw": raw, "end": "fin"})
+        response = client.read()
+    assert not response.whole
+    last = response.body.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    assert json.loads(last.rpartition(b"data: ")[2])["error"]["code"] == "upstream_truncated"
 
 
 def test_10_stream_delimited_by_close(shared: Pair) -> None:
@@ -381,6 +398,25 @@ def test_21_models_of_the_living(proxy: Start) -> None:
             engine.stop()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[", "[" * 100_000, '{"data": 1}', '{"data": [1]}', '{"data": [{"id": []}]}', "\xff", "[]",
+     '{"data": [{"id": ' + "9" * 5000 + "}]}", "x" * 9_000_000],
+    ids=range(9),
+)  # fmt: skip
+def test_21_an_instance_that_talks_nonsense_hides_nobody(shared: Pair, text: str) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    proxy, engines = shared
+    engines[0].do(None, **{"/v1/models": text, "/metrics": f"<html>\n{text}\n# TYPE\nok 1\n"})
+    response = proxy.request("GET", "/v1/models")
+    assert [m["id"] for m in json.loads(response.body)["data"]] == ["tiny"]
+    metrics = proxy.request("GET", "/metrics").body.decode()
+    families = {f.name: f for f in text_string_to_metric_families(metrics)}
+    assert {s.labels["instance"] for s in families["vllm:ttft"].samples} == {"i1"}
+    assert ("ok" in families) == (len(text) < 9_000_000)
+
+
 def test_23_counts_are_zero_after_10000_aborted_requests(shared: Pair) -> None:
     proxy, engines = shared
     before = proxy.metric("zenlaunch_requests_total")
@@ -610,6 +646,21 @@ def test_38_comments_keep_a_long_prefill_alive(engines: Start, proxy: Start) -> 
         response = client.read()
     assert not response.whole
     assert response.events[-1]["error"]["code"] == 400
+    for do in (  # what is no event stream is told in one, and not put into it
+        {"type": "text/plain", "framing": "chunked", "status": 500},
+        {"type": "text/plain", "framing": "chunked", "body_bytes": 3_000_000},
+        {"headers": {"content-encoding": "gzip"}},
+    ):
+        with door.connect() as client:
+            client.post(stream=True, do={"prefill_s": 0.2, **do})
+            response = client.read()
+        assert not response.whole
+        *comments, last = response.body.removesuffix(b"\n\n").split(b"\n\n")
+        assert all(comment.startswith(b": keep-alive") for comment in comments)
+        assert "error" in json.loads(last.removeprefix(b"data: "))
+    with door.connect() as client:  # looked into for `stream`, but no JSON that can be read
+        client.send("POST", "/v1/completions", b"[" * 100_000)
+        assert client.read().status == 200
     with door.connect() as client:  # not asked for a stream: nothing of the kind
         client.post(do={"prefill_s": 0.2})
         assert client.read().body.startswith(b"{")
@@ -706,6 +757,20 @@ def test_47_retry_after_is_passed_on_and_honoured(engines: Start, proxy: Start) 
     assert door.upstream("i0")["state"] == "ejected"
 
 
+def test_47_retry_after_as_a_date(engines: Start, proxy: Start) -> None:
+    both = engines()
+    door = proxy(both)
+    date = formatdate(time.time() + 20, usegmt=True)
+    both[0].do({"status": 503, "headers": {"retry-after": date}}, times=1)
+    for _ in range(2):
+        assert door.request("POST", "/v1/completions", {}).status == 200
+    upstream = door.upstream("i0")
+    assert upstream["state"] == "ejected"
+    assert 15 < upstream["ejected_until"] - time.time() < 21
+    both[1].do({"status": 429, "headers": {"retry-after": date}}, times=1)
+    assert door.request("POST", "/v1/completions", {})["retry-after"] == date
+
+
 def test_49_endpoints_are_read_again_on_sighup(engines: Start, proxy: Start) -> None:
     one, other = engines(2)
     door = proxy([one])
@@ -744,6 +809,43 @@ def test_54_55_sigterm_lets_streams_finish(engines: Start, proxy: Start) -> None
     assert door.process.wait(2) == 0
     streaming.sock.close()
     idle.sock.close()
+
+
+@pytest.mark.parametrize("framing", ["content-length: 300000", "transfer-encoding: chunked"])
+def test_54_sigterm_lets_requests_arrive(engines: Start, proxy: Start, framing: str) -> None:
+    """Who sends a request cannot know that the door is closing: it is taken in and answered."""
+    door = proxy(engines(1))
+    body, head = door.connect(), door.connect()
+    body.raw(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n")
+    if "chunked" in framing:
+        body.raw("493e0\r\n")
+    body.raw(b"x" * 100_000)
+    head.raw("POST /v1/completions HTTP/1.1\r\nho")
+    until(lambda: door.status()["buffered_body_bytes"] == 100_000)
+    door.process.terminate()
+    until(lambda: refuses(door.port))
+    threading.Event().wait(0.3)
+    head.raw("st: x\r\ncontent-length: 2\r\n\r\n{}")
+    body.raw(b"x" * 200_000 + (b"\r\n0\r\n\r\n" if "chunked" in framing else b""))
+    for client in (head, body):
+        response = client.read()
+        assert response.status == 200
+        assert response["connection"] == "close"
+    assert door.process.wait(3) == 0
+
+
+def test_54_a_request_that_never_arrives_does_not_hold_the_door(
+    engines: Start, proxy: Start
+) -> None:
+    door = proxy(engines(1), drain_s=0.3)
+    with door.connect() as client:
+        client.raw("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        until(lambda: door.status()["buffered_body_bytes"] == 1)
+        door.process.terminate()
+        response = client.read()
+        assert response.status == 503
+        assert response.error["code"] == "shutdown"
+        assert door.process.wait(5) == 128 + signal.SIGTERM
 
 
 def refuses(port: int) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 from zenlaunch.config import HalfClose
 from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
 from zenlaunch.proxy.chunks import ChunkDecoder
-from zenlaunch.proxy.exchange import Exchange
+from zenlaunch.proxy.exchange import SHUTDOWN, Exchange
 from zenlaunch.proxy.gate import examine
 from zenlaunch.proxy.http1 import (
     BadMessage,
@@ -206,6 +206,11 @@ class ClientConnection(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.resume()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is on its way here, or its answer on the way back."""
+        return self._at < _At.LINGER and (self._at is not _At.HEAD or bool(self._buffer))
+
     def close_when_idle(self) -> None:
         """Close now if no request is under way; else after its answer (the proxy is draining)."""
         if self._at is _At.HEAD and not self._buffer:
@@ -215,6 +220,8 @@ class ClientConnection(asyncio.Protocol):
         """End what is under way, honestly, and close."""
         if self._exchange is not None:
             self._exchange.cut()
+        elif self.busy and self._own is None:
+            self._refuse(503, "shutdown", SHUTDOWN, extra=b"retry-after: 1\r\n")
         else:
             self._close()
 

@@ -145,12 +145,19 @@ async def _know_upstreams(hub: Hub) -> None:
 
 
 async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
-    """Wait for the answers under way; cut those that take too long. True when none was cut."""
+    """Wait for the answers under way; cut those that take too long. True when none was cut.
+
+    A request that is still arriving counts: who sends it cannot know that the door is closing.
+    """
     loop = hub.loop
     deadline = loop.time() + hub.options.drain_s
-    while hub.exchanges and loop.time() < deadline and stopping.empty():
+
+    def busy() -> bool:
+        return bool(hub.exchanges) or any(client.busy for client in hub.clients)
+
+    while busy() and loop.time() < deadline and stopping.empty():
         await asyncio.sleep(0.02)
-    whole = not hub.exchanges
+    whole = not busy()
     for client in list(hub.clients):
         client.cut()
     flushed_by = loop.time() + 2.0
