@@ -281,7 +281,7 @@ def test_bad_values_are_named(path: str) -> None:
 
 TEXTS = ["model", "engine.name", "engine.python", "engine.version", "split.nodes", "split.cpus",
          "memory.kv_cache", "memory.weights", "memory.overhead", "memory.margin", "proxy.listen",
-         "proxy.api_keys_file", "proxy.access_log"]  # fmt: skip
+         "proxy.api_keys_file", "proxy.admin_keys_file", "proxy.access_log"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", TEXTS)

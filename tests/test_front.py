@@ -32,6 +32,7 @@ proxy:
   max_in_flight_per_upstream: 10
   max_queued: 11
   api_keys_file: /keys
+  admin_keys_file: /admins
   trusted_peers: [10.0.0.0/8, 192.168.0.0/16]
   access_log: "-"
 """
@@ -63,7 +64,7 @@ def test_every_key_arrives() -> None:
         found.max_in_flight_per_upstream, found.max_queued,
     )  # fmt: skip
     assert numbers == tuple(range(1, 12))
-    assert found.api_keys_file == Path("/keys")
+    assert (found.api_keys_file, found.admin_keys_file) == (Path("/keys"), Path("/admins"))
     assert found.trusted_peers == ("10.0.0.0/8", "192.168.0.0/16")
     assert found.access_log == Path("-")
 

@@ -100,6 +100,8 @@ PROXY_WISHES = (
             "The same for each engine (no limit)."),
     _option("proxy.max_queued", int, "--max-queued", "Requests that wait (1024)."),
     _option("proxy.api_keys_file", str, "--api-keys-file", "A `name: key` a line."),
+    _option("proxy.admin_keys_file", str, "--admin-keys-file",
+            "The same for who may drain and resume engines (nobody)."),
     _option("proxy.trusted_peers", list[str], "--trusted-peers",
             "Network whose X-Forwarded-* are believed; repeat it."),
     _option("proxy.access_log", str, "--access-log", "JSON lines; - is stderr (off)."),

@@ -120,7 +120,8 @@ class MemoryConfig:
 class ProxySettings:
     """The front door's own keys; None stands for the proxy's default (README, "The proxy").
 
-    Times are seconds, sizes as everywhere. `api_keys_file` holds a `name: key` a line;
+    Times are seconds, sizes as everywhere. `api_keys_file` holds a `name: key` a line, and so does
+    `admin_keys_file` for who may drain and resume without the admin socket;
     `trusted_peers` are networks whose X-Forwarded-* are believed; `access_log` "-" is stderr.
     """
 
@@ -140,6 +141,7 @@ class ProxySettings:
     max_in_flight_per_upstream: int | None = None
     max_queued: int | None = None
     api_keys_file: str | None = None
+    admin_keys_file: str | None = None
     trusted_peers: tuple[str, ...] = ()
     access_log: str | None = None
 

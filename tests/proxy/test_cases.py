@@ -474,6 +474,25 @@ def test_28_permit_is_held_to_the_end_of_the_body(engines: Start, proxy: Start) 
         client.sock.close()
 
 
+def test_14_a_request_that_must_wait_for_one_instance_holds_up_nobody_else(
+    engines: Start, proxy: Start
+) -> None:
+    both = engines()
+    door = proxy(both, max_in_flight_per_upstream=1, eject_s=0.05)
+    clients = {}
+    for _ in both:  # one at each; the second is to lose its instance
+        client = door.connect()
+        client.post(do={"prefill_s": 60})
+        until(lambda: door.status()["in_flight"] > len(clients))
+        clients[len(clients)] = client
+    victim = next(at for at in (0, 1) if both[at].seen()["running"])
+    both[victim].stop()
+    until(lambda: door.status()["queued"] == 1)
+    both[victim].start()
+    until(lambda: door.request("POST", "/v1/completions", {}).status == 200)
+    assert door.status()["queued"] == 1, "it may not go back to where it failed"
+
+
 def test_29_fast_failures_attract_nobody(engines: Start, proxy: Start) -> None:
     both = engines()
     door = proxy(both)

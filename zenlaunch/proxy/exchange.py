@@ -140,6 +140,11 @@ class Exchange:
         at = self._lease.upstream if self._lease else "nowhere"
         return f"<Exchange {self.method} {self._route.path} at {at} begun={self._reply.begun}>"
 
+    @property
+    def tried(self) -> frozenset[str]:
+        """The instances that this request is not sent to any more."""
+        return self._history.tried
+
     # -- choosing and sending
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ from zenlaunch.proxy.accesslog import AccessLog
 from zenlaunch.proxy.balancer import Balancer
 from zenlaunch.proxy.metrics import Stats
 from zenlaunch.proxy.options import ProxyOptions
-from zenlaunch.proxy.trust import KeyRing, Peers, load_keys, read_secret
+from zenlaunch.proxy.trust import KeyRing, Peers, load_key, load_keys
 from zenlaunch.proxy.upstream import Upstream, fetch
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class Hub:
         admin_keys = load_keys(options.admin_keys_file, None)
         authorization = b""
         if options.upstream_key_file is not None:
-            secret = read_secret(options.upstream_key_file).strip()
-            authorization = b"authorization: Bearer %b\r\n" % secret.encode()
+            key = load_key(options.upstream_key_file)
+            authorization = b"authorization: Bearer %b\r\n" % key.encode()
         self.keys, self.admin_keys = keys, admin_keys
         self.upstream_authorization = authorization
 
@@ -182,6 +182,7 @@ class Hub:
         if len(self.waiting) >= self.options.max_queued:
             return False
         self.waiting.append(exchange)
+        self.pump_soon()
         return True
 
     def pump_soon(self) -> None:
@@ -191,13 +192,19 @@ class Hub:
             self.loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Start waiting requests, in order, as long as instances take them."""
+        """Start waiting requests, in order, as long as instances take them.
+
+        One that has failed somewhere waits for the others only: it holds up nobody who does not.
+        """
         self._pumping = False
+        passed: list[Exchange] = []
         while self.waiting:
             exchange = self.waiting.popleft()
             if not exchange.retake():
-                self.waiting.appendleft(exchange)
-                return
+                passed.append(exchange)
+                if not exchange.tried:
+                    break
+        self.waiting.extendleft(reversed(passed))
 
     # -- probes
 
