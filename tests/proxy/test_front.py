@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -358,6 +359,29 @@ def test_a_client_that_never_reads_is_let_go(engines: Start, proxy: Start) -> No
     until(lambda: one[0].seen()["running"] == 1)
     until(lambda: one[0].seen()["running"] == 0)
     until(door.idle)
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/health"])
+def test_a_pipeline_whose_answers_nobody_reads(engines: Start, proxy: Start, path: str) -> None:
+    door = proxy(engines(1))
+    client = Client(door.port, receive_buffer=4096)
+    client.sock.settimeout(1)
+    before = door.rss_bytes()
+    with contextlib.suppress(OSError):  # it takes no more, or has hung up
+        for _ in range(400):
+            client.raw(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+    assert door.rss_bytes() - before < 20_000_000
+
+
+def test_a_pipeline_that_is_read_late_is_answered_whole(shared: Pair) -> None:
+    proxy, _ = shared
+    client = Client(proxy.port, receive_buffer=4096)
+    client.raw("GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n" * 20_000)
+    threading.Event().wait(0.3)
+    for _ in range(20_000):
+        assert client.read().status == 404
+    client.post()
+    assert client.read().status == 200
 
 
 def test_a_client_that_reads_slowly_is_not_let_go(engines: Start, proxy: Start) -> None:

@@ -205,6 +205,9 @@ class ClientConnection(asyncio.Protocol):
         self.paused = False
         if self._exchange is not None:
             self._exchange.resume()
+        elif self._at < _At.ANSWER and self._buffer and not self._yielded:
+            self._deadline = self._hub.now() + self._hub.options.head_timeout_s
+            self._advance()
 
     @property
     def busy(self) -> bool:
@@ -311,7 +314,8 @@ class ClientConnection(asyncio.Protocol):
         self._advancing = True
         try:
             work = 0
-            while self._at < _At.ANSWER and self._buffer:
+            # Who does not take the answers is asked no more questions: they would fill the memory.
+            while self._at < _At.ANSWER and self._buffer and not self.paused:
                 step = self._step()
                 if step == 0:
                     break

@@ -194,7 +194,7 @@ def own_exposition(
 # A sample of the text format 0.0.4: name, labels, value, and perhaps a time.
 _LABEL = r'[ \t]*[a-zA-Z_]\w*="(?:[^"\\]|\\.)*"[ \t]*'
 _SAMPLE = re.compile(
-    r"(?P<name>[a-zA-Z_:][\w:]*)[ \t]*(?:\{(?P<labels>(?:LABEL(?:,LABEL)*,?)?)\})?"
+    r"(?P<name>[a-zA-Z_:][\w:]*)(?:[ \t]*\{(?P<labels>(?:LABEL(?:,LABEL)*,?)?)\})?"
     r"(?P<rest>[ \t]+[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)"
     r"(?:[ \t]+-?\d+)?)[ \t]*".replace("LABEL", _LABEL),
     re.ASCII | re.IGNORECASE,
