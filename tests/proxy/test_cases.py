@@ -263,6 +263,15 @@ def test_14_one_hung_engine_hurts_nobody_else(engines: Start, proxy: Start) -> N
         client.sock.close()
 
 
+def test_14_21_models_do_not_wait_for_one_that_hangs(engines: Start, proxy: Start) -> None:
+    both = engines()
+    door = proxy(both)
+    both[0].signal(signal.SIGSTOP)
+    started = time.monotonic()
+    assert door.request("GET", "/v1/models").status == 200
+    assert time.monotonic() - started < 2
+
+
 def test_14_connections_that_are_never_taken_go_elsewhere(engines: Start, proxy: Start) -> None:
     one = engines(1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:

@@ -19,6 +19,7 @@ from zenlaunch.proxy.upstream import fetch
 
 _FETCH_TIMEOUT_S = 5.0
 _FETCH_BYTES = 8 * 2**20
+_MODELS_PATIENCE_S = 0.5  # one instance that hangs must not hang who asks for the models
 
 
 def _json(status: int, value: object, *, fields: bytes = b"") -> Answer:
@@ -113,12 +114,16 @@ class Admin:
             hub.pump_soon()
         return _json(200, {"name": name, "draining": command == "drain", "in_flight": in_flight})
 
-    async def _ask_all(self, path: str, fields: bytes) -> list[tuple[str, bytes]]:
-        """GET a path of every usable upstream; return the good answers in order."""
+    async def _ask_all(
+        self, path: str, fields: bytes, *, patience_s: float = _FETCH_TIMEOUT_S
+    ) -> list[tuple[str, bytes]]:
+        """GET a path of every usable upstream; return the good answers in order.
+
+        Once one is there, the others are waited for no longer than `patience_s`.
+        """
         hub = self._hub
-        names = hub.balancer.usable()
-        answers = await asyncio.gather(
-            *(
+        asked = {
+            name: hub.loop.create_task(
                 fetch(
                     hub.upstreams[name],
                     path,
@@ -126,15 +131,27 @@ class Admin:
                     fields=fields,
                     limit_bytes=_FETCH_BYTES,
                 )
-                for name in names
-            ),
-            return_exceptions=True,
-        )
-        return [
-            (name, answer[1])
-            for name, answer in zip(names, answers, strict=True)
-            if not isinstance(answer, BaseException) and answer[0] == 200
-        ]
+            )
+            for name in hub.balancer.usable()
+        }
+        found: dict[str, bytes] = {}
+        pending = set(asked.values())
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=patience_s if found else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for name, task in asked.items():
+                    if task in done and task.exception() is None and task.result()[0] == 200:
+                        found[name] = task.result()[1]
+                if not done:
+                    break
+        finally:
+            for task in pending:
+                task.cancel()
+        return [(name, found[name]) for name in asked if name in found]
 
     async def models(self, head: RequestHead) -> Answer:
         """Join the models of the living; the same model of several instances is one."""
@@ -143,7 +160,7 @@ class Admin:
         if not fields and not len(hub.keys):
             given = field(head.fields, b"authorization")
             fields = b"authorization: %b\r\n" % given if given else b""
-        answers = await self._ask_all("/v1/models", fields)
+        answers = await self._ask_all("/v1/models", fields, patience_s=_MODELS_PATIENCE_S)
         models: dict[str, Any] = {}
         known = False
         for _, body in answers:
