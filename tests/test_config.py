@@ -309,7 +309,7 @@ def test_texts_in_lists_and_mappings(text: str) -> None:
 
 TIMES = ["engine.start_timeout_s", "engine.drain_s", "proxy.connect_timeout_s",
          "proxy.first_byte_timeout_s", "proxy.gap_timeout_s", "proxy.keep_alive_s",
-         "proxy.queue_timeout_s", "proxy.sse_keepalive_s"]  # fmt: skip
+         "proxy.queue_timeout_s", "proxy.sse_keepalive_s", "proxy.hang_s"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", TIMES)

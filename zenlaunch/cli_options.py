@@ -93,6 +93,8 @@ PROXY_WISHES = (
     _option("proxy.queue_timeout_s", float, "--queue-timeout-s", "In the queue (30)."),
     _option("proxy.sse_keepalive_s", float, "--sse-keepalive-s",
             "Send comments into silent streams (off)."),
+    _option("proxy.hang_s", float, "--hang-s",
+            "An engine with requests whose step counter stands still so long gets no more (120)."),
     _option("proxy.max_body_bytes", str, "--max-body-bytes", "Largest request (64M)."),
     _option("proxy.body_budget_bytes", str, "--body-budget-bytes", "All bodies held (512M)."),
     _option("proxy.max_in_flight", int, "--max-in-flight", "Requests under way (8192)."),

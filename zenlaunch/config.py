@@ -135,6 +135,7 @@ class ProxySettings:
     keep_alive_s: float | None = None
     queue_timeout_s: float | None = None
     sse_keepalive_s: float | None = None
+    hang_s: float | None = None
     max_body_bytes: str | int | None = None
     body_budget_bytes: str | int | None = None
     max_in_flight: int | None = None

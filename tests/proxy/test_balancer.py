@@ -173,6 +173,17 @@ def test_retry_after_is_honoured_within_reason() -> None:
     assert balancer.retry_after_s(161) == 2
 
 
+def test_one_that_rests_serves_when_nobody_else_can() -> None:
+    balancer = ready("ab")
+    balancer.rest("a", 10)
+    assert [take(balancer).upstream for _ in range(3)] == ["b", "b", "b"]
+    assert state(balancer, "a") is State.EJECTED
+    assert balancer.in_flight_at("b") == 3
+    balancer.probe_missed("b", decisive=True)
+    assert take(balancer).upstream == "a"
+    assert state(balancer, "a", now=10) is State.READY
+
+
 def test_limits() -> None:
     balancer = ready("ab", max_in_flight_per_upstream=2, max_in_flight=3)
     leases = [take(balancer) for _ in range(3)]

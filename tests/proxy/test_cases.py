@@ -594,6 +594,37 @@ def test_32_48_first_byte_timeouts_eject_and_the_ejected_gets_only_probes(
     assert both[0].seen()["requests"] == before["requests"]
 
 
+def test_32_34_an_engine_that_stands_still_and_says_it_is_well(
+    engines: Start, proxy: Start
+) -> None:
+    both = engines()
+    door = proxy(both, hang_s=0.3, probe_ready_interval_s=0.05)
+    stands = "vllm:num_requests_running 1\nvllm:iteration_tokens_total_count %d\n"
+    clients = []
+    for at, engine in enumerate(both):
+        engine.do({"prefill_s": 60}, times=1, **{"/metrics": stands % 7})
+        client = door.connect()
+        client.post()
+        until(lambda at=at: door.status()["in_flight"] == at + 1)
+        clients.append(client)
+    both[1].do(None, times=0, **{"/metrics": "nothing\n"})  # silent too, but it does not say
+    until(lambda: door.upstream("i0")["state"] == "ejected")
+    before = both[0].seen()["requests"]
+    for _ in range(10):
+        assert door.request("POST", "/v1/completions", {})["x-zenlaunch-upstream"] == "i1"
+    assert both[0].seen()["requests"] == before
+    assert door.upstream("i1")["state"] == "ready"
+    both[1].stop()
+    until(lambda: door.upstream("i1")["state"] == "unready")
+    assert door.request("POST", "/v1/completions", {})["x-zenlaunch-upstream"] == "i0", "the last"
+    for steps in range(100):  # a long prefill: silent, and it moves
+        both[0].do(None, times=0, **{"/metrics": stands % steps})
+        if door.upstream("i0")["state"] == "ready":
+            break
+        threading.Event().wait(0.05)
+    assert door.upstream("i0")["state"] == "ready"
+
+
 def test_48_half_open_return(engines: Start, proxy: Start) -> None:
     both = engines()
     door = proxy(both, eject_s=0.3, policy="round-robin")

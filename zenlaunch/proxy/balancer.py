@@ -341,6 +341,15 @@ class Balancer:
         member.draining = False
         return member.in_flight
 
+    def rest(self, name: str, until: float) -> None:
+        """Let an upstream rest; like any that does, it serves when nobody else can."""
+        member = self._by_name[name]
+        member.barred_until = max(member.barred_until, until)
+
+    def in_flight_at(self, name: str) -> int:
+        """Return the number of requests that an upstream has."""
+        return self._by_name[name].in_flight
+
     def drained(self) -> tuple[str, ...]:
         """Return the upstreams that are being, or have been, drained."""
         return tuple(member.name for member in self._members if member.draining)

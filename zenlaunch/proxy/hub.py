@@ -16,10 +16,12 @@ from collections import deque
 from email.utils import formatdate
 from typing import TYPE_CHECKING
 
+from zenlaunch.checks import metric
 from zenlaunch.proxy.accesslog import AccessLog
 from zenlaunch.proxy.balancer import Balancer
 from zenlaunch.proxy.metrics import Stats
 from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.proxy.progress import RUNNING, STEPS, Progress
 from zenlaunch.proxy.trust import KeyRing, Peers, load_key, load_keys
 from zenlaunch.proxy.upstream import Upstream, fetch
 
@@ -62,6 +64,7 @@ class Hub:
         self._pumping = False
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._wake: dict[str, asyncio.Event] = {}
+        self._progress: dict[str, Progress] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.tick()
 
@@ -111,7 +114,7 @@ class Hub:
             upstream = self.upstreams.pop(name)
             upstream.retire()
             self._probes.pop(name).cancel()
-            del self._wake[name]
+            del self._wake[name], self._progress[name]
             log.info("upstream %s: %s gets no more requests", name, upstream.address.url)
         new = [name for name in wanted if name not in self.upstreams]
         self.balancer.set_members(wanted, self.now(), replaced=gone)
@@ -120,6 +123,7 @@ class Hub:
                 wanted[name], self.loop, pool_idle_s=options.pool_idle_s
             )
             self._wake[name] = asyncio.Event()
+            self._progress[name] = Progress(options.hang_s)
             self._probes[name] = self.loop.create_task(self._probe(name))
             log.info("upstream %s: %s is new", name, wanted[name].url)
         self.pump_soon()
@@ -254,9 +258,34 @@ class Hub:
             return
         if status == 200:
             self._note(name, self.balancer.probe_answered(name), "is ready")
+            await self._look_for_progress(name)
         else:
             gone = self.balancer.probe_missed(name, decisive=True)
             self._note(name, gone, f"says {status}")
+
+    async def _look_for_progress(self, name: str) -> None:
+        """Let an engine rest that says it is well and stands still with requests in it."""
+        progress, balancer = self._progress[name], self.balancer
+        in_flight, received = balancer.in_flight_at(name), self.stats.of(name).bytes_received
+        if not progress.is_doubtful(self.now(), in_flight=in_flight, received=received):
+            return
+        try:
+            status, body = await fetch(
+                self.upstreams[name],
+                "/metrics",
+                timeout_s=self.options.probe_timeout_s,
+                fields=self.upstream_authorization,
+                limit_bytes=8 * 2**20,
+            )
+        except OSError:
+            return
+        text = body.decode("utf-8", "replace") if status == 200 else ""
+        running, steps = metric(text, RUNNING), metric(text, STEPS)
+        now = self.now()
+        if progress.stands_still(now, running=running, steps=steps):
+            pause_s = self.options.probe_ready_interval_s
+            balancer.rest(name, now + self.options.hang_s / 5 + 2 * pause_s)
+            log.warning("upstream %s has %d requests and stands still", name, in_flight)
 
     def _note(self, name: str, changed: bool, what: str) -> None:
         if changed:

@@ -61,6 +61,7 @@ class ProxyOptions:
     probe_ready_interval_s: float = 5.0
     probe_timeout_s: float = 10.0
     probe_misses: int = 3
+    hang_s: float = 120.0  # requests, silence and a counter that stands still: no more requests
     eject_after: int = 3
     eject_s: float = 5.0
     eject_max_s: float = 60.0
