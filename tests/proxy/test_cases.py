@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT, free_ports, skip_for_want_of
 
 from .harness import Client, Engine, Proxy, until
 
@@ -299,6 +304,22 @@ def test_14_connections_that_are_never_taken_go_elsewhere(engines: Start, proxy:
         assert door.metric("zenlaunch_errors_total", instance="i0", kind="connect-timeout") >= 1
         for sock in queue:
             sock.close()
+
+
+def test_14_both_sides_are_watched_by_the_kernel(shared: Pair) -> None:
+    """A machine that is gone sends nothing: only keep-alive probes find out."""
+    proxy, engines = shared
+    with proxy.connect() as client:
+        client.post(do={"prefill_s": 60})
+        until(lambda: running(engines) == 1)
+        rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        ours = f":{proxy.port:04X}"
+        theirs = {f":{engine.port:04X}" for engine in engines}
+        # "02:..." in the sixth column is a keep-alive timer (Documentation/networking/proc_net_tcp)
+        watched = [r for r in rows if r[3] == "01" and r[5].startswith("02")]
+        assert [r for r in watched if r[1].endswith(ours)]
+        assert [r for r in watched if r[2][8:] in theirs]
+        client.reset()
 
 
 def test_14_first_byte_timeout_is_504(engines: Start, proxy: Start) -> None:
@@ -688,6 +709,47 @@ def test_37_buffering_is_forbidden(shared: Pair) -> None:
         response = client.read()
     assert response["x-accel-buffering"] == "no"
     assert response["cache-control"] == "no-cache"
+
+
+NGINX = """
+daemon off; worker_processes 1; pid pid; error_log error.log;
+events {}
+http {
+  access_log off; client_body_temp_path t1; proxy_temp_path t2; fastcgi_temp_path t3;
+  uwsgi_temp_path t4; scgi_temp_path t5;
+  server {
+    listen 127.0.0.1:PORT;
+    proxy_http_version 1.1; proxy_read_timeout 900s; client_max_body_size 64m;
+    location / { proxy_pass http://127.0.0.1:BEHIND; }
+  }
+}
+"""
+
+
+def test_37_events_pass_at_once_through_nginx_as_the_readme_has_it(
+    shared: Pair, tmp_path: Path
+) -> None:
+    proxy, _ = shared
+    program = shutil.which("nginx")
+    if program is None:
+        skip_for_want_of("nginx", "apt install nginx")
+    for setting in re.findall(r"proxy_http.*", NGINX)[0].split("; "):
+        assert setting.rstrip(";") in (ROOT / "README.md").read_text()
+    port = free_ports(1)
+    conf = tmp_path / "nginx.conf"
+    conf.write_text(NGINX.replace("PORT", str(port)).replace("BEHIND", str(proxy.port)))
+    tmp_path.chmod(0o755)
+    nginx = subprocess.Popen([program, "-p", str(tmp_path), "-c", str(conf), "-e", "error.log"])
+    try:
+        until(lambda: not refuses(port))
+        with Client(port) as client:
+            client.post(stream=True, do={"events": 6, "gap_s": 0.1})
+            response = client.read()
+        assert response.events[-1] == "[DONE]"
+        assert response.arrivals[-1][0] - response.arrivals[0][0] > 0.4, "nginx kept them back"
+    finally:
+        nginx.terminate()
+        nginx.wait(5)
 
 
 def test_38_comments_keep_a_long_prefill_alive(engines: Start, proxy: Start) -> None:

@@ -33,6 +33,7 @@ from zenlaunch.proxy.http1 import (
 )
 from zenlaunch.proxy.metrics import bump
 from zenlaunch.proxy.routes import Action, Resolution, resolve
+from zenlaunch.proxy.tcp import watch_peer
 from zenlaunch.proxy.trust import forwarded_fields
 
 if TYPE_CHECKING:
@@ -130,9 +131,10 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         hub = self._hub
-        self.fd = transport.get_extra_info("socket").fileno()
+        sock = transport.get_extra_info("socket")
+        self.fd = sock.fileno()
         if not self._private:
-            self._watch_peer()
+            watch_peer(sock)
             peername = transport.get_extra_info("peername")
             if isinstance(peername, tuple):
                 self.peer = str(peername[0])
@@ -145,15 +147,6 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
             return
         hub.clients.add(self)
-
-    def _watch_peer(self) -> None:
-        """Let the kernel find out that a client's machine is gone, which sends no FIN."""
-        sock = self.transport.get_extra_info("socket")
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._at = _At.CLOSED

@@ -56,8 +56,7 @@ class Hub:
         self.body_bytes = 0
         self.draining = False
         self.date = b""
-        # From the loop's clock to the epoch: one subtraction instead of a system call a request.
-        self.epoch_s = time.time() - time.monotonic()
+        self.epoch_s = 0.0  # from the loop's clock to the epoch, kept by `tick`
         self._second = -1
         self._ids = f"{os.urandom(6).hex()}-"
         self._id = 0
@@ -154,9 +153,12 @@ class Hub:
 
     def tick(self) -> None:
         """Refresh what changes once a second."""
-        second = int(time.time())
+        now = time.time()
+        second = int(now)
         if second != self._second:
             self._second = second
+            # One subtraction instead of a system call a request; the clock may be set at any time.
+            self.epoch_s = now - time.monotonic()
             self.date = formatdate(second, usegmt=True).encode()
             self.log.flush()
 
@@ -165,10 +167,12 @@ class Hub:
             await asyncio.sleep(interval_s)
             now = self.now()
             self.tick()
-            for exchange in list(self.exchanges):
-                exchange.check(now)
-            for client in list(self.clients):
-                client.check(now)
+            checked: list[Exchange | ClientConnection] = [*self.exchanges, *self.clients]
+            for one in checked:
+                try:
+                    one.check(now)
+                except Exception:  # one that is odd must not end the time of all others
+                    log.exception("checking %r failed", one)
             for upstream in self.upstreams.values():
                 upstream.close_idle(now)
             if self.waiting:
@@ -222,7 +226,10 @@ class Hub:
         options = self.options
         wake = self._wake[name]
         while True:
-            await self._probe_once(name)
+            try:
+                await self._probe_once(name)
+            except Exception:  # nobody else would ever ask again
+                log.exception("a probe of upstream %s failed", name)
             self.pump_soon()  # who waited for it has a place now, or must be told
             ready = self.balancer.is_ready(name)
             pause_s = options.probe_ready_interval_s if ready else options.probe_interval_s

@@ -24,6 +24,7 @@ from zenlaunch.proxy.http1 import (
     parse_response_head,
 )
 from zenlaunch.proxy.retry import Fault, fault_of_reset
+from zenlaunch.proxy.tcp import watch_peer
 
 Relay = Callable[[bytes], None]
 
@@ -101,7 +102,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        self.fd = transport.get_extra_info("socket").fileno()
+        sock = transport.get_extra_info("socket")
+        self.fd = sock.fileno()
+        watch_peer(sock)
         self.upstream.connections += 1
 
     def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, now: float) -> None:
