@@ -173,6 +173,16 @@ def test_retry_after_is_honoured_within_reason() -> None:
     assert balancer.retry_after_s(161) == 2
 
 
+def test_success_does_not_cut_short_what_an_upstream_asked_for() -> None:
+    balancer = ready("ab")
+    other = balancer.lease("a")
+    balancer.release(balancer.lease("a"), BAD, 0, retry_after_s=20)
+    balancer.release(other, OK, 1)
+    assert state(balancer, "a", now=19) is State.EJECTED
+    assert [take(balancer, 19).upstream for _ in range(3)] == ["b", "b", "b"]
+    assert state(balancer, "a", now=20) is State.READY
+
+
 def test_one_that_rests_serves_when_nobody_else_can() -> None:
     balancer = ready("ab")
     balancer.rest("a", 10)

@@ -276,7 +276,9 @@ class Balancer:
         if outcome is Outcome.SUCCESS:
             if member.half_open and not lease.trial:
                 return False  # begun before the ejection: says nothing of how it is now
+            asked_for = 0.0 if lease.trial else member.barred_until
             member.forgive()
+            member.barred_until = asked_for  # others' success does not undo a Retry-After
         elif outcome is Outcome.FAILURE:
             self._blame(member, lease, now)
         if retry_after_s is not None and retry_after_s > 0:
