@@ -6,6 +6,7 @@ purpose, with what install guides tell people to export.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -239,19 +240,55 @@ def test_a_second_up_of_the_name_touches_nothing(pair: Pair, vllm_python: Path) 
     assert key.read_text() == before
 
 
-def test_client_that_leaves_frees_the_engine(pair: Pair) -> None:
+def freed(pair: Pair) -> None:
+    """Both engines have nothing to do any more, a second after their clients have left."""
+
     def running() -> float:
         return sum(pair.metric(i, "vllm:num_requests_running") for i in pair.plan["instances"])
 
-    model = httpx.get(f"{pair.url}/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert running() == 1
-    wait_for(lambda: running() == 0, 5, "the engine goes on for nobody")
+    wait_for(lambda: running() == 0, 1, "an engine goes on for nobody")
     status = httpx.get(f"{pair.url}/zenlaunch/status").json()
-    assert all(u["in_flight"] == 0 for u in status["upstreams"])
+    assert all(u["in_flight"] == u["errors"] == 0 for u in status["upstreams"])
+
+
+LONG: dict[str, Any] = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
+def test_clients_that_leave_free_the_engines(pair: Pair, chat: bool) -> None:
+    client = openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0)
+    ask: dict[str, Any] = {"model": client.models.list().data[0].id, **LONG}
+    ask |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+
+    create = client.chat.completions.create if chat else client.completions.create
+    with pytest.raises(openai.APITimeoutError):
+        create(timeout=0.3, **ask)
+    freed(pair)
+    for stream in [create(stream=True, **ask) for _ in range(3)]:
+        next(iter(stream))
+        stream.close()
+    freed(pair)
+
+    async def cancel_all() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=f"{pair.url}/v1", api_key="none", max_retries=0
+        ) as later:
+            create = later.chat.completions.create if chat else later.completions.create
+
+            async def one(*, stream: bool) -> None:
+                answer = await create(stream=stream, **ask)
+                async for _ in answer:
+                    pass
+
+            tasks = [asyncio.create_task(one(stream=k % 2 == 0)) for k in range(6)]
+            await asyncio.sleep(0.4)
+            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel_all())
+    freed(pair)
 
 
 def test_ctrl_c_leaves_nothing(pair: Pair) -> None:

@@ -30,6 +30,7 @@ OVERRIDE: dict[str, Any] = {
     "do": None, "times": 0, "health": 200, "idle_s": None, "/v1/models": None, "/metrics": None,
 }  # fmt: skip
 MODEL = "tiny"
+CONTROL = ("/_do", "/_seen", "/health", "/v1/models", "/metrics")
 
 
 def event(i: int, text: str, chat: bool) -> bytes:
@@ -91,7 +92,7 @@ class Engine(asyncio.Protocol):
         if path == "/health" and OVERRIDE["health"] == 0:
             SEEN["probes"] += 1
             return  # silence, the connection stays
-        if path in ("/_do", "/_seen", "/health", "/v1/models", "/metrics"):
+        if path in CONTROL and method != "OPTIONS":
             self.control(path, body, head)
         else:
             SEEN["requests"] += 1
@@ -141,9 +142,10 @@ class Engine(asyncio.Protocol):
                 b"# HELP vllm:ttft Time.\n# TYPE vllm:ttft histogram\n"
                 b'vllm:ttft_bucket{le="+Inf"} 1\nvllm:ttft_sum 2\nvllm:ttft_count 1\n'
             ) % SEEN["running"]
+        cors = b"access-control-allow-origin: *\r\n" if b"\r\norigin: " in head else b""
         self.transport.write(
-            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            % (status, len(out))
+            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
+            % (status, cors, len(out))
             + out
         )
 

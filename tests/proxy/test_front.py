@@ -516,6 +516,18 @@ def test_api_keys_guard_every_inference_route(engines: Start, proxy: Start, tmp_
     assert "sk-" not in text
 
 
+def test_what_a_browser_may_read_is_the_engines_to_say(engines: Start, proxy: Start) -> None:
+    one = engines(1)
+    door = proxy(one)
+    asked = {"origin": "http://page", "access-control-request-method": "GET"}
+    assert door.request("OPTIONS", "/v1/models", **asked)["x-zenlaunch-upstream"] == "i0"
+    assert "origin: http://page" in one[0].seen()["heads"][-1]
+    answer = door.request("GET", "/v1/models", origin="http://page")
+    assert answer["access-control-allow-origin"] == "*"
+    assert door.request("GET", "/v1/models")["access-control-allow-origin"] is None
+    assert door.request("OPTIONS", "/health").status == 405
+
+
 def test_without_keys_the_clients_own_goes_to_the_engine(shared: Pair) -> None:
     proxy, engines = shared
     proxy.request("POST", "/v1/completions", {}, authorization="Bearer mine")

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from zenlaunch.proxy.answers import Answer, error_body
-from zenlaunch.proxy.http1 import RequestHead, field
+from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.metrics import CONTENT_TYPE, Aggregate, own_exposition
 from zenlaunch.proxy.routes import Action, Resolution
@@ -116,7 +116,7 @@ class Admin:
 
     async def _ask_all(
         self, path: str, fields: bytes, *, patience_s: float = _FETCH_TIMEOUT_S
-    ) -> list[tuple[str, bytes]]:
+    ) -> list[tuple[str, ResponseHead, bytes]]:
         """GET a path of every usable upstream; return the good answers in order.
 
         Once one is there, the others are waited for no longer than `patience_s`.
@@ -134,7 +134,7 @@ class Admin:
             )
             for name in hub.balancer.usable()
         }
-        found: dict[str, bytes] = {}
+        found: dict[str, tuple[ResponseHead, bytes]] = {}
         pending = set(asked.values())
         try:
             while pending:
@@ -144,14 +144,16 @@ class Admin:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for name, task in asked.items():
-                    if task in done and task.exception() is None and task.result()[0] == 200:
-                        found[name] = task.result()[1]
+                    if task in done and task.exception() is None:
+                        head, body = task.result()
+                        if head.status == 200:
+                            found[name] = head, body
                 if not done:
                     break
         finally:
             for task in pending:
                 task.cancel()
-        return [(name, found[name]) for name in asked if name in found]
+        return [(name, *found[name]) for name in asked if name in found]
 
     async def models(self, head: RequestHead) -> Answer:
         """Join the models of the living; the same model of several instances is one."""
@@ -160,10 +162,14 @@ class Admin:
         if not fields and not len(hub.keys):
             given = field(head.fields, b"authorization")
             fields = b"authorization: %b\r\n" % given if given else b""
+        origin = field(head.fields, b"origin")
+        if origin:  # a browser's: whether it may read the answer is the engines' to say
+            fields += b"origin: %b\r\n" % origin
         answers = await self._ask_all("/v1/models", fields, patience_s=_MODELS_PATIENCE_S)
         models: dict[str, Any] = {}
         known = False
-        for _, body in answers:
+        cors = b""
+        for _, answered, body in answers:
             try:
                 data = json.loads(body)["data"]
                 for model in data:
@@ -171,11 +177,12 @@ class Admin:
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             known = True
+            cors = cors or _cors_fields(answered)
         if not known:
             wait_s = hub.balancer.retry_after_s(hub.now())
             body = error_body(503, "no_instance", "no instance says which models it has")
             return Answer(status=503, body=body, fields=b"retry-after: %d\r\n" % wait_s)
-        return _json(200, {"object": "list", "data": list(models.values())})
+        return _json(200, {"object": "list", "data": list(models.values())}, fields=cors)
 
     async def metrics(self) -> Answer:
         """Return the proxy's metrics and those of all instances."""
@@ -189,7 +196,12 @@ class Admin:
         )
         aggregate = Aggregate()
         aggregate.add(None, own.decode())  # an instance may be such a proxy: each family is one
-        for name, body in answers:
+        for name, _, body in answers:
             # A large exposition must not hold up the streams: in a thread, and one at a time.
             await asyncio.to_thread(aggregate.add, name, body.decode("utf-8", "replace"))
         return Answer(status=200, body=aggregate.text().encode(), content_type=CONTENT_TYPE)
+
+
+def _cors_fields(head: ResponseHead) -> bytes:
+    names = (b"access-control-", b"vary")
+    return b"".join(one.down for one in head.fields if one.name.startswith(names))

@@ -449,7 +449,7 @@ class ClientConnection(asyncio.Protocol):
         assert route is not None
         self._at = _At.ANSWER
         self._decoder = None
-        if route.action is Action.PROXY:
+        if route.action is Action.PROXY or head.method == "OPTIONS":
             body, self._body = self._body, b""
             reserved, self._reserved = self._reserved, 0  # the exchange gives it back
             self._exchange = Exchange(

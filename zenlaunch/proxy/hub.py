@@ -247,7 +247,7 @@ class Hub:
         counters = self.stats.of(name)
         received = counters.bytes_received
         try:
-            status, _ = await fetch(
+            head, _ = await fetch(
                 upstream,
                 self.options.probe_path,
                 timeout_s=self.options.probe_timeout_s,
@@ -263,12 +263,12 @@ class Hub:
                 what = "is silent" if isinstance(error, TimeoutError) else "breaks connections"
                 self._note(name, self.balancer.probe_missed(name, decisive=False), what)
             return
-        if status == 200:
+        if head.status == 200:
             self._note(name, self.balancer.probe_answered(name), "is ready")
             await self._look_for_progress(name)
         else:
             gone = self.balancer.probe_missed(name, decisive=True)
-            self._note(name, gone, f"says {status}")
+            self._note(name, gone, f"says {head.status}")
 
     async def _look_for_progress(self, name: str) -> None:
         """Let an engine rest that says it is well and stands still with requests in it."""
@@ -277,7 +277,7 @@ class Hub:
         if not progress.is_doubtful(self.now(), in_flight=in_flight, received=received):
             return
         try:
-            status, body = await fetch(
+            head, body = await fetch(
                 self.upstreams[name],
                 "/metrics",
                 timeout_s=self.options.probe_timeout_s,
@@ -286,7 +286,7 @@ class Hub:
             )
         except OSError:
             return
-        text = body.decode("utf-8", "replace") if status == 200 else ""
+        text = body.decode("utf-8", "replace") if head.status == 200 else ""
         running, steps = metric(text, RUNNING), metric(text, STEPS)
         now = self.now()
         if progress.stands_still(now, running=running, steps=steps):

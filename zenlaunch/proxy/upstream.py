@@ -364,15 +364,15 @@ class _Collector:
 
     method = "GET"
 
-    def __init__(self, done: asyncio.Future[tuple[int, bytes]], limit_bytes: int) -> None:
+    def __init__(self, done: asyncio.Future[tuple[ResponseHead, bytes]], limit_bytes: int) -> None:
         self._done = done
         self._limit_bytes = limit_bytes
-        self._status = 0
+        self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
         self._size = 0
 
     def on_head(self, connection: UpstreamConnection, head: ResponseHead) -> None:
-        self._status = head.status
+        self._head = head
 
     def on_body(self, connection: UpstreamConnection, payload: bytes) -> None:
         self._pieces.append(payload)
@@ -383,7 +383,8 @@ class _Collector:
 
     def on_end(self, connection: UpstreamConnection) -> None:
         if not self._done.done():
-            self._done.set_result((self._status, b"".join(self._pieces)))
+            assert self._head is not None
+            self._done.set_result((self._head, b"".join(self._pieces)))
 
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         self._fail(fault)
@@ -403,14 +404,14 @@ async def fetch(
     timeout_s: float,
     fields: bytes = b"",
     limit_bytes: int = 2**20,
-) -> tuple[int, bytes]:
-    """GET a path of an engine on a connection of its own: status and body.
+) -> tuple[ResponseHead, bytes]:
+    """GET a path of an engine on a connection of its own: head and body.
 
     Raises OSError: refused, broken, or (TimeoutError) not there in time.
     """
     loop = asyncio.get_running_loop()
     connection: UpstreamConnection | None = None
-    done: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+    done: asyncio.Future[tuple[ResponseHead, bytes]] = loop.create_future()
     collector = _Collector(done, limit_bytes)
     try:
         async with asyncio.timeout(timeout_s):
