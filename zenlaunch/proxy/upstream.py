@@ -102,9 +102,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        sock = transport.get_extra_info("socket")
-        self.fd = sock.fileno()
-        watch_peer(sock)
+        self.fd = transport.get_extra_info("socket").fileno()
         self.upstream.connections += 1
 
     def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, now: float) -> None:
@@ -319,9 +317,10 @@ class Upstream:
 
     async def connect(self) -> UpstreamConnection:
         """Open a connection; raises OSError."""
-        _, connection = await self._loop.create_connection(
+        transport, connection = await self._loop.create_connection(
             lambda: UpstreamConnection(self, self._loop), self.address.host, self.address.port
         )
+        watch_peer(transport.get_extra_info("socket"))
         return connection
 
     def take(self, now: float) -> UpstreamConnection | None:
