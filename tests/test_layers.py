@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("split", "homes"),
     (
         "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
-        "proxy.retry", "proxy.routes", "proxy.sse",
+        "proxy.progress", "proxy.retry", "proxy.routes", "proxy.sse",
     ),
     ("engines", "proxy_command"),
     ("render",),
@@ -46,7 +46,7 @@ PURE = {
     "errors", "cpuset", "values", "saved", "topology", "binding", "memory", "pools", "split",
     "plan", "spec", "lifecycle", "same_machine", "proxy_command",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
-    "proxy.retry", "proxy.routes", "proxy.sse",
+    "proxy.progress", "proxy.retry", "proxy.routes", "proxy.sse",
 }  # fmt: skip
 IMPURE = {
     "os", "subprocess", "asyncio", "socket", "time", "logging", "pathlib", "shutil", "tempfile",

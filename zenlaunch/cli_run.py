@@ -6,6 +6,7 @@ Each reads its options, calls the rooms below and prints; `cli` registers them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from zenlaunch.compose import Composed
     from zenlaunch.deployments import Known
     from zenlaunch.events import Outcome
+    from zenlaunch.proxy.options import ProxyOptions
     from zenlaunch.units import Units
     from zenlaunch.up import Folders
 
@@ -190,8 +192,15 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
 def proxy(
     ctx: typer.Context,
     upstream: Annotated[
-        list[str], typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.")
-    ],
+        list[str] | None,
+        typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.",
+                     show_default=False),
+    ] = None,
+    upstreams_file: Annotated[
+        Path | None,
+        typer.Option("--upstreams-file", show_default=False,
+                     help="A file with one upstream a line, read again on SIGHUP."),
+    ] = None,
     config_file: ConfigFile = None,
     listen: Annotated[
         str | None, typer.Option("--listen", help="HOST:PORT.", show_default=False)
@@ -225,30 +234,38 @@ def proxy(
 ) -> None:  # fmt: skip
     """Run the proxy alone.
 
-    Before engines that somebody else started; each --upstream is one.
+    Before engines that somebody else started: each --upstream, each line of --upstreams-file.
+    SIGHUP reads that file and the keys again; SIGUSR2 puts a new process in the place of this one.
     """
     from zenlaunch.front import proxy_options
     from zenlaunch.notify import listen_fd
+    from zenlaunch.proxy.address import parse_upstream, read_upstreams
     from zenlaunch.proxy.server import run as serve
 
     given = {**wishes, "proxy.listen": listen, "proxy.policy": policy, "engine.drain_s": drain_s}
     config = read_config(ctx, None, config_file, None, None, given)
-    pairs = []
-    for k, text in enumerate(upstream):
-        name, sep, url = text.partition("=")
+    if not upstream and upstreams_file is None:
+        raise ConfigError("no engine is named", hint="Give --upstream URL, or --upstreams-file.")
+    for text in upstream or ():
         if any(c.isspace() for c in text):
             raise ConfigError(f"--upstream {text!r}: an address has no blanks")
-        pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
-    options = proxy_options(
-        config.proxy,
-        pairs,
-        admin_socket=admin_socket,
-        upstream_key_file=upstream_key_file,
-        metrics_file=metrics_file,
-        listen_fd=listen_fd(),
-        drain_s=config.engine.drain_s,
-    )
-    raise typer.Exit(serve(options))
+    fixed = [parse_upstream(text, name=f"u{k}") for k, text in enumerate(upstream or ())]
+    fd = listen_fd()
+
+    def read_options() -> ProxyOptions:
+        return proxy_options(
+            config.proxy,
+            [*fixed, *(read_upstreams(upstreams_file) if upstreams_file is not None else ())],
+            admin_socket=admin_socket,
+            upstream_key_file=upstream_key_file,
+            metrics_file=metrics_file,
+            listen_fd=fd,
+            drain_s=config.engine.drain_s,
+        )
+
+    options = read_options()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise typer.Exit(serve(options, reload=read_options))
 
 
 def status(as_json: AsJson = False, name: Name = "default") -> None:

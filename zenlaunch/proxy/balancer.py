@@ -9,7 +9,7 @@ while, but never the last upstream there is. `now` is any monotonic clock, in se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -50,7 +50,8 @@ class Rules:
 
     An upstream that fails `eject_after` times in a row rests `eject_s`, twice as long each time, up
     to `eject_max_s`. Each failure weighs like `penalty` requests in flight for `penalty_s`, so that
-    an upstream that fails fast does not attract everything.
+    an upstream that fails fast does not attract everything. While nobody is usable, one that is new
+    is worth waiting for `expect_s`, or until its first probe has failed.
     """
 
     eject_after: int = 3
@@ -62,13 +63,18 @@ class Rules:
     probe_misses: int = 3
     max_in_flight: int | None = None
     max_in_flight_per_upstream: int | None = None
+    expect_s: float = 0.5
 
 
 class Lease(NamedTuple):
-    """One request's claim on an upstream, from `acquire` to `release`."""
+    """One request's claim on an upstream, from `acquire` to `release`.
+
+    `member` is the upstream as it was then: another engine may have its name since.
+    """
 
     upstream: str
     trial: bool
+    member: _Member
 
 
 class Choice(NamedTuple):
@@ -102,6 +108,7 @@ class _Member:
         "ejections",
         "ejections_total",
         "errors",
+        "expected_until",
         "failures",
         "half_open",
         "in_flight",
@@ -130,6 +137,7 @@ class _Member:
         self.penalty_until = 0.0
         self.half_open = False
         self.trials = 0
+        self.expected_until = 0.0
 
     def forgive(self) -> None:
         self.failures = 0
@@ -178,11 +186,22 @@ class Balancer:
         """The upstreams in the order of rotation."""
         return tuple(member.name for member in self._members)
 
-    def set_members(self, names: Iterable[str]) -> None:
-        """Replace the list of upstreams; those that stay keep their state and their leases."""
-        self._members = [self._by_name.get(name) or _Member(name) for name in names]
-        for member in self._members:
-            self._by_name[member.name] = member
+    def set_members(
+        self, names: Iterable[str], now: float, *, replaced: Container[str] = ()
+    ) -> None:
+        """Replace the list of upstreams; those that stay keep their state and their leases.
+
+        A name in `replaced` is another engine's from now on: nothing is held against that one,
+        neither then nor when requests of the one before end.
+        """
+        before, self._by_name = self._by_name, {}
+        for name in names:
+            member = before.get(name)
+            if member is None or name in replaced:
+                member = _Member(name)
+                member.expected_until = now + self.rules.expect_s
+            self._by_name[name] = member
+        self._members = list(self._by_name.values())
         self._next = 0
 
     def acquire(self, now: float, *, exclude: frozenset[str] = frozenset()) -> Choice:
@@ -222,7 +241,8 @@ class Balancer:
             if busy:
                 return _BUSY
             if last_resort is None:
-                return _NONE_USABLE
+                expected = any(now < m.expected_until and m.name not in exclude for m in members)
+                return _BUSY if expected else _NONE_USABLE
             # All that are left are resting. Passive evidence never closes the door altogether.
             best, position = last_resort, members.index(last_resort)
         self._next = (position + 1) % count
@@ -238,7 +258,7 @@ class Balancer:
         self._in_flight += 1
         if member.half_open:
             member.trials += 1
-        return Lease(member.name, member.half_open)
+        return Lease(member.name, member.half_open, member)
 
     def release(
         self, lease: Lease, outcome: Outcome, now: float, *, retry_after_s: float | None = None
@@ -247,7 +267,7 @@ class Balancer:
 
         `retry_after_s` is what the upstream itself asked for: it rests so long.
         """
-        member = self._by_name[lease.upstream]
+        member = lease.member
         member.in_flight -= 1
         self._in_flight -= 1
         ejections = member.ejections_total
@@ -256,7 +276,9 @@ class Balancer:
         if outcome is Outcome.SUCCESS:
             if member.half_open and not lease.trial:
                 return False  # begun before the ejection: says nothing of how it is now
+            asked_for = 0.0 if lease.trial else member.barred_until
             member.forgive()
+            member.barred_until = asked_for  # others' success does not undo a Retry-After
         elif outcome is Outcome.FAILURE:
             self._blame(member, lease, now)
         if retry_after_s is not None and retry_after_s > 0:
@@ -273,6 +295,8 @@ class Balancer:
             return
         if not (lease.trial or member.failures >= rules.eject_after):
             return
+        if self._by_name.get(member.name) is not member:
+            return  # it gets nothing any more
         if not any(other.ready and not other.draining and now >= other.barred_until
                    for other in self._members if other is not member):  # fmt: skip
             return
@@ -289,6 +313,7 @@ class Balancer:
         if member.ready:
             return False
         member.ready = member.seen = True
+        member.expected_until = 0.0
         member.forgive()
         return True
 
@@ -300,6 +325,7 @@ class Balancer:
         """
         member = self._by_name[name]
         member.misses += 1
+        member.expected_until = 0.0
         if not member.ready or not (decisive or member.misses >= self.rules.probe_misses):
             return False
         member.ready = False
@@ -317,11 +343,18 @@ class Balancer:
         member.draining = False
         return member.in_flight
 
-    def forget(self, name: str) -> None:
-        """Take a name as that of another engine from now on: not ready, nothing held against it."""
+    def rest(self, name: str, until: float) -> None:
+        """Let an upstream rest; like any that does, it serves when nobody else can."""
         member = self._by_name[name]
-        member.ready = member.seen = False
-        member.forgive()
+        member.barred_until = max(member.barred_until, until)
+
+    def in_flight_at(self, name: str) -> int:
+        """Return the number of requests that an upstream has."""
+        return self._by_name[name].in_flight
+
+    def drained(self) -> tuple[str, ...]:
+        """Return the upstreams that are being, or have been, drained."""
+        return tuple(member.name for member in self._members if member.draining)
 
     def is_ready(self, name: str) -> bool:
         """Tell whether an upstream's last word was that it is well."""

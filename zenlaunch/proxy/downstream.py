@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 from zenlaunch.config import HalfClose
 from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
 from zenlaunch.proxy.chunks import ChunkDecoder
-from zenlaunch.proxy.exchange import Exchange
+from zenlaunch.proxy.exchange import SHUTDOWN, Exchange
 from zenlaunch.proxy.gate import examine
 from zenlaunch.proxy.http1 import (
     BadMessage,
@@ -33,6 +33,7 @@ from zenlaunch.proxy.http1 import (
 )
 from zenlaunch.proxy.metrics import bump
 from zenlaunch.proxy.routes import Action, Resolution, resolve
+from zenlaunch.proxy.tcp import watch_peer
 from zenlaunch.proxy.trust import forwarded_fields
 
 if TYPE_CHECKING:
@@ -130,9 +131,10 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         hub = self._hub
-        self.fd = transport.get_extra_info("socket").fileno()
+        sock = transport.get_extra_info("socket")
+        self.fd = sock.fileno()
         if not self._private:
-            self._watch_peer()
+            watch_peer(sock)
             peername = transport.get_extra_info("peername")
             if isinstance(peername, tuple):
                 self.peer = str(peername[0])
@@ -145,15 +147,6 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
             return
         hub.clients.add(self)
-
-    def _watch_peer(self) -> None:
-        """Let the kernel find out that a client's machine is gone, which sends no FIN."""
-        sock = self.transport.get_extra_info("socket")
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._at = _At.CLOSED
@@ -205,6 +198,14 @@ class ClientConnection(asyncio.Protocol):
         self.paused = False
         if self._exchange is not None:
             self._exchange.resume()
+        elif self._at < _At.ANSWER and self._buffer and not self._yielded:
+            self._deadline = self._hub.now() + self._hub.options.head_timeout_s
+            self._advance()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is on its way here, or its answer on the way back."""
+        return self._at < _At.LINGER and (self._at is not _At.HEAD or bool(self._buffer))
 
     def close_when_idle(self) -> None:
         """Close now if no request is under way; else after its answer (the proxy is draining)."""
@@ -215,6 +216,8 @@ class ClientConnection(asyncio.Protocol):
         """End what is under way, honestly, and close."""
         if self._exchange is not None:
             self._exchange.cut()
+        elif self.busy and self._own is None:
+            self._refuse(503, "shutdown", SHUTDOWN, extra=b"retry-after: 1\r\n")
         else:
             self._close()
 
@@ -304,7 +307,8 @@ class ClientConnection(asyncio.Protocol):
         self._advancing = True
         try:
             work = 0
-            while self._at < _At.ANSWER and self._buffer:
+            # Who does not take the answers is asked no more questions: they would fill the memory.
+            while self._at < _At.ANSWER and self._buffer and not self.paused:
                 step = self._step()
                 if step == 0:
                     break
@@ -445,7 +449,7 @@ class ClientConnection(asyncio.Protocol):
         assert route is not None
         self._at = _At.ANSWER
         self._decoder = None
-        if route.action is Action.PROXY:
+        if route.action is Action.PROXY or head.method == "OPTIONS":
             body, self._body = self._body, b""
             reserved, self._reserved = self._reserved, 0  # the exchange gives it back
             self._exchange = Exchange(

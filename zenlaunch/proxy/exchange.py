@@ -19,7 +19,15 @@ from zenlaunch.proxy.balancer import Lease, Outcome, Verdict
 from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
 from zenlaunch.proxy.metrics import SECONDS, Counters, bump
 from zenlaunch.proxy.reply import Reply
-from zenlaunch.proxy.retry import FIRST, Fault, History, Next, counts_against, decide
+from zenlaunch.proxy.retry import (
+    FIRST,
+    Fault,
+    History,
+    Next,
+    counts_against,
+    decide,
+    retry_after_s,
+)
 from zenlaunch.proxy.sse import EventTracker
 from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
 
@@ -42,6 +50,7 @@ _TOLD: dict[Fault, tuple[int, str, str]] = {
     Fault.FIRST_BYTE_TIMEOUT: (504, "upstream_timeout", "the instance did not answer in time"),
     Fault.GAP_TIMEOUT: (504, "upstream_stalled", "the instance's answer stood still"),
 }
+SHUTDOWN = "the proxy is shutting down"
 
 
 class Exchange:
@@ -130,6 +139,11 @@ class Exchange:
     def __repr__(self) -> str:
         at = self._lease.upstream if self._lease else "nowhere"
         return f"<Exchange {self.method} {self._route.path} at {at} begun={self._reply.begun}>"
+
+    @property
+    def tried(self) -> frozenset[str]:
+        """The instances that this request is not sent to any more."""
+        return self._history.tried
 
     # -- choosing and sending
 
@@ -257,19 +271,22 @@ class Exchange:
                 connection.cancel(self)
                 self._connection = None
                 self._count_fault(Fault.UNAVAILABLE, retried=True)
-                self._release(Outcome.FAILURE, retry_after_s=_retry_after_s(head))
+                self._release(Outcome.FAILURE, retry_after_s=self._rest_s(head))
                 self._history = history
                 self._go(choice.lease)
                 return
         self._response = head
         content_type = head.content_type
-        if content_type.startswith(b"text/event-stream"):
-            if field(head.fields, b"content-encoding") is None:
-                self._tracker = EventTracker()
-        elif (
-            content_type.startswith(b"application/json")
-            if head.length_bytes is None
-            else head.length_bytes <= self._hub.options.hold_bytes
+        events = content_type.startswith(b"text/event-stream")
+        if events and field(head.fields, b"content-encoding") is None:
+            self._tracker = EventTracker()
+        elif self._reply.early or (
+            not events
+            and (
+                content_type.startswith(b"application/json")
+                if head.length_bytes is None
+                else head.length_bytes <= self._hub.options.hold_bytes
+            )
         ):
             self._held = []
 
@@ -295,6 +312,9 @@ class Exchange:
             self._held.append(payload)
             self._held_bytes += len(payload)
             if self._held_bytes > self._hub.options.hold_bytes:
+                if self._reply.early:  # too much for an event; that it came can be told
+                    self._held = [b"..."]
+                    return
                 held, self._held = b"".join(self._held), None
                 self._forward(held)
         else:
@@ -380,7 +400,7 @@ class Exchange:
             payload,
             upstream=self._upstream,
             length_bytes=length_bytes,
-            events=self._tracker is not None,
+            events=head.content_type.startswith(b"text/event-stream"),
         )
 
     def _drop_body(self) -> None:
@@ -430,7 +450,8 @@ class Exchange:
         """End a begun answer honestly: an error event where events are read, never a clean end."""
         reply = self._reply
         if self._tracker is not None or reply.early:
-            reply.error_event(body, named=self._route.named_events)
+            torn = self._tracker is not None and self._tracker.torn
+            reply.error_event(body, named=self._route.named_events, torn=torn)
         self._end(Outcome.NEUTRAL, status=status, keep=False, reset=not reply.shows_a_break)
 
     def _refuse_none_usable(self) -> None:
@@ -470,11 +491,10 @@ class Exchange:
         if self._ended:
             return
         self._error = "shutdown"
-        message = "the proxy is shutting down"
         if self._reply.head_sent:
-            self._break_off(503, error_body(503, "shutdown", message))
+            self._break_off(503, error_body(503, "shutdown", SHUTDOWN))
         else:
-            self._refuse(503, "shutdown", message, retry_after=True)
+            self._refuse(503, "shutdown", SHUTDOWN, retry_after=True)
 
     # -- time and back-pressure
 
@@ -531,6 +551,10 @@ class Exchange:
         if retried:
             bump(self._counters.retries, str(fault))
 
+    def _rest_s(self, head: ResponseHead) -> float | None:
+        hub = self._hub
+        return retry_after_s(field(head.fields, b"retry-after"), epoch_s=hub.epoch_s + hub.now())
+
     def _release(self, outcome: Outcome, *, retry_after_s: float | None = None) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -566,7 +590,7 @@ class Exchange:
         if self._lease is not None:
             retry_after_s = None
             if self._response is not None and outcome is Outcome.FAILURE:
-                retry_after_s = _retry_after_s(self._response)
+                retry_after_s = self._rest_s(self._response)
             self._release(outcome, retry_after_s=retry_after_s)
         if own:
             bump(hub.stats.own, status)
@@ -602,21 +626,15 @@ def _wants_stream(body: bytes | bytearray, size_bytes: int) -> bool:
         return False
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and value.get("stream") is True
-
-
-def _retry_after_s(head: ResponseHead) -> float | None:
-    value = field(head.fields, b"retry-after")
-    if value is None or not value.isdigit() or len(value) > 6:
-        return None
-    return float(value)
 
 
 def _one_line(body: bytes, status: int) -> bytes:
     """Return a JSON body as one line, or an error of our own when it is something else."""
     try:
         return json.dumps(json.loads(body)).encode()
-    except ValueError:
-        return error_body(status, "upstream_error", f"the instance said {status}")
+    except (ValueError, RecursionError):
+        message = f"the instance said {status}, and no events"
+        return error_body(status if status >= 400 else 502, "upstream_error", message)

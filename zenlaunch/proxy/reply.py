@@ -141,9 +141,9 @@ class Reply:
         if sent != size:
             transport.write(data[sent:])
 
-    def error_event(self, line: bytes, *, named: bool) -> None:
+    def error_event(self, line: bytes, *, named: bool, torn: bool = False) -> None:
         """Send an event that tells of an error; `line` is one line of JSON."""
-        event = error_event(line, named=named)
+        event = error_event(line, named=named, torn=torn)
         self._client.transport.write(chunk(event) if self._chunked else event)
 
     def end(self) -> None:

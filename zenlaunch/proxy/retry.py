@@ -10,6 +10,7 @@ died under the request may have died *of* it, so one other is asked and no more.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
 # A server's idle timeout resets a reused connection at once; later, the request was at work.
@@ -61,6 +62,19 @@ def fault_of_reset(*, reused: bool, any_byte: bool, elapsed_s: float) -> Fault:
 def counts_against(fault: Fault) -> bool:
     """Tell whether the balancer holds a fault against the upstream."""
     return fault is not Fault.IDLE_RESET
+
+
+def retry_after_s(value: bytes | None, *, epoch_s: float) -> float | None:
+    """Return for how long a Retry-After asks: seconds, or a date (RFC 9110 10.2.3); None: it says
+    nothing. `epoch_s` is now.
+    """
+    text = (value or b"").decode("latin-1").strip()
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - epoch_s)
+    except (ValueError, OverflowError):
+        return None
 
 
 def decide(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol, cast
 
+from zenlaunch.proxy.address import UpstreamAddress
 from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events
 from zenlaunch.proxy.http1 import (
     MAX_HEAD_BYTES,
@@ -22,8 +23,8 @@ from zenlaunch.proxy.http1 import (
     ResponseHead,
     parse_response_head,
 )
-from zenlaunch.proxy.options import UpstreamAddress
 from zenlaunch.proxy.retry import Fault, fault_of_reset
+from zenlaunch.proxy.tcp import watch_peer
 
 Relay = Callable[[bytes], None]
 
@@ -298,7 +299,9 @@ class UpstreamConnection(asyncio.Protocol):
 class Upstream:
     """One engine: its address, its idle connections, what was counted for it."""
 
-    __slots__ = ("_loop", "address", "authority", "connections", "idle", "name", "pool_idle_s")
+    __slots__ = (
+        "_loop", "address", "authority", "connections", "idle", "name", "pool_idle_s", "retired",
+    )  # fmt: skip
 
     def __init__(
         self, address: UpstreamAddress, loop: asyncio.AbstractEventLoop, *, pool_idle_s: float
@@ -309,13 +312,15 @@ class Upstream:
         self.pool_idle_s = pool_idle_s
         self.idle: list[UpstreamConnection] = []
         self.connections = 0
+        self.retired = False
         self._loop = loop
 
     async def connect(self) -> UpstreamConnection:
         """Open a connection; raises OSError."""
-        _, connection = await self._loop.create_connection(
+        transport, connection = await self._loop.create_connection(
             lambda: UpstreamConnection(self, self._loop), self.address.host, self.address.port
         )
+        watch_peer(transport.get_extra_info("socket"))
         return connection
 
     def take(self, now: float) -> UpstreamConnection | None:
@@ -328,7 +333,10 @@ class Upstream:
         return None
 
     def put(self, connection: UpstreamConnection, now: float) -> None:
-        """Keep a connection for the next request."""
+        """Keep a connection for the next request, unless there will be none."""
+        if self.retired:
+            connection.transport.abort()
+            return
         connection.idle_since = now
         self.idle.append(connection)
 
@@ -336,6 +344,11 @@ class Upstream:
         """Drop a connection that has closed."""
         if connection in self.idle:
             self.idle.remove(connection)
+
+    def retire(self) -> None:
+        """Get no more requests: what is under way finishes, and its connections are closed."""
+        self.retired = True
+        self.close_idle()
 
     def close_idle(self, now: float | None = None) -> None:
         """Close the idle connections: those too old by `now`, or all."""
@@ -350,15 +363,15 @@ class _Collector:
 
     method = "GET"
 
-    def __init__(self, done: asyncio.Future[tuple[int, bytes]], limit_bytes: int) -> None:
+    def __init__(self, done: asyncio.Future[tuple[ResponseHead, bytes]], limit_bytes: int) -> None:
         self._done = done
         self._limit_bytes = limit_bytes
-        self._status = 0
+        self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
         self._size = 0
 
     def on_head(self, connection: UpstreamConnection, head: ResponseHead) -> None:
-        self._status = head.status
+        self._head = head
 
     def on_body(self, connection: UpstreamConnection, payload: bytes) -> None:
         self._pieces.append(payload)
@@ -369,7 +382,8 @@ class _Collector:
 
     def on_end(self, connection: UpstreamConnection) -> None:
         if not self._done.done():
-            self._done.set_result((self._status, b"".join(self._pieces)))
+            assert self._head is not None
+            self._done.set_result((self._head, b"".join(self._pieces)))
 
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         self._fail(fault)
@@ -388,15 +402,15 @@ async def fetch(
     *,
     timeout_s: float,
     fields: bytes = b"",
-    limit_bytes: int = 64 * 2**20,
-) -> tuple[int, bytes]:
-    """GET a path of an engine on a connection of its own: status and body.
+    limit_bytes: int = 2**20,
+) -> tuple[ResponseHead, bytes]:
+    """GET a path of an engine on a connection of its own: head and body.
 
     Raises OSError: refused, broken, or (TimeoutError) not there in time.
     """
     loop = asyncio.get_running_loop()
     connection: UpstreamConnection | None = None
-    done: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+    done: asyncio.Future[tuple[ResponseHead, bytes]] = loop.create_future()
     collector = _Collector(done, limit_bytes)
     try:
         async with asyncio.timeout(timeout_s):
