@@ -7,7 +7,6 @@ Every path ends in `_end`, once: there the lease, the budget and the log line ar
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from bisect import bisect_left
@@ -21,7 +20,7 @@ from zenlaunch.proxy.metrics import SECONDS, Counters, bump
 from zenlaunch.proxy.reply import Reply
 from zenlaunch.proxy.retry import FIRST, Fault, History, Next, counts_against, decide
 from zenlaunch.proxy.sse import EventTracker
-from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
+from zenlaunch.proxy.upstream import Relay, UpstreamConnection
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
@@ -54,7 +53,6 @@ class Exchange:
         "_connection",
         "_counters",
         "_deadline",
-        "_dial",
         "_ended",
         "_error",
         "_first_byte_s",
@@ -113,7 +111,6 @@ class Exchange:
         self._lease: Lease | None = None
         self._counters: Counters | None = None
         self._connection: UpstreamConnection | None = None
-        self._dial: asyncio.Task[None] | None = None
         self._queued_at: float | None = None
         self._deadline = 0.0
         self._last_byte = 0.0
@@ -197,45 +194,24 @@ class Exchange:
         if upstream is None:  # removed by a reload between choosing and sending
             self._failed(Fault.UNREACHABLE)
             return
-        connection = None if fresh else upstream.take(hub.now())
+        now = hub.now()
+        connection = None if fresh else upstream.take(now)
         if connection is None:
-            self._dial = hub.loop.create_task(self._connect(upstream))
-        else:
-            self._send(connection)
-
-    async def _connect(self, upstream: Upstream) -> None:
-        try:
-            async with asyncio.timeout(self._hub.options.connect_timeout_s):
-                connection = await upstream.connect()
-        except TimeoutError:
-            self._dial = None
-            self._failed(Fault.CONNECT_TIMEOUT)
-        except OSError:
-            self._dial = None
-            self._failed(Fault.UNREACHABLE)
-        else:
-            self._dial = None
             try:
-                self._send(connection)
-            except Exception:
-                log.exception("sending a request failed")
+                connection = upstream.connect()
+            except OSError as error:
+                log.warning("no connection to %s: %s", lease.upstream, error.strerror or error)
                 self._failed(Fault.UNREACHABLE)
-
-    def _send(self, connection: UpstreamConnection) -> None:
-        if connection.transport.is_closing():  # lost between the dial and now; nothing was sent
-            self._failed(Fault.UNREACHABLE)
-            return
-        now = self._hub.now()
+                return
         self._connection = connection
-        self._deadline = now + self._hub.options.first_byte_timeout_s
+        self._deadline = now + hub.options.first_byte_timeout_s
         head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" % (
             self.method.encode(),
             self._target,
-            connection.upstream.authority,
+            upstream.authority,
             self._request_fields,
         )
-        if self._counters is not None:
-            self._counters.bytes_sent += self._body_bytes
+        self._counters.bytes_sent += self._body_bytes
         connection.send(self, head, self._body, now)
 
     # -- what the upstream says
@@ -485,7 +461,14 @@ class Exchange:
             if now >= self._deadline:
                 self._refuse(503, "queue_timeout", "no instance was free in time", retry_after=True)
             return
-        if self._connection is None or self._client.paused:
+        connection = self._connection
+        if connection is None:
+            return
+        if not connection.wire.connected:
+            if now - connection.sent_at >= options.connect_timeout_s:
+                self._time_out(Fault.CONNECT_TIMEOUT)
+            return
+        if self._client.paused:
             return
         if self._first_byte_s is None:
             if now >= self._deadline:
@@ -513,13 +496,13 @@ class Exchange:
     def pause(self) -> None:
         """Let the engine wait: the client reads too slowly."""
         if self._connection is not None:
-            self._connection.pause()
+            self._connection.wire.pause()
 
     def resume(self) -> None:
         """Let the engine go on."""
         self._last_byte = self._hub.now()
         if self._connection is not None:
-            self._connection.resume()
+            self._connection.wire.resume()
 
     # -- the end
 
@@ -554,9 +537,6 @@ class Exchange:
             return
         self._ended = True
         hub = self._hub
-        if self._dial is not None:
-            self._dial.cancel()
-            self._dial = None
         if self._connection is not None:
             self._connection.cancel(self)
             self._connection = None

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.accesslog import AccessLog
 from zenlaunch.proxy.balancer import Balancer
+from zenlaunch.proxy.fetch import fetch
 from zenlaunch.proxy.metrics import Stats
 from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.proxy.pump import Pump
 from zenlaunch.proxy.trust import KeyRing, Peers, load_keys, read_secret
-from zenlaunch.proxy.upstream import Upstream, fetch
+from zenlaunch.proxy.upstream import Upstream
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
@@ -40,6 +42,7 @@ class Hub:
         self.loop = loop
         self.now = time.monotonic  # loop.time() of uvloop knows milliseconds only
         self.max_connections = max_connections
+        self.wires = Pump(loop)
         self.upstreams: dict[str, Upstream] = {}
         self.balancer = Balancer((), policy=options.policy, rules=options.rules)
         self.stats = Stats()
@@ -118,7 +121,7 @@ class Hub:
                 old.close_idle()
                 self._probes.pop(name).cancel()
                 self.balancer.forget(name)
-            self.upstreams[name] = Upstream(address, self.loop, pool_idle_s=options.pool_idle_s)
+            self.upstreams[name] = Upstream(address, self.wires, pool_idle_s=options.pool_idle_s)
             self._wake[name] = asyncio.Event()
             self._probes[name] = self.loop.create_task(self._probe(name))
         self.balancer.set_members(wanted)
@@ -143,6 +146,7 @@ class Hub:
         await asyncio.gather(*tasks, return_exceptions=True)
         for upstream in self.upstreams.values():
             upstream.close_idle()
+        self.wires.stop()
         self.log.close()
 
     # -- time
