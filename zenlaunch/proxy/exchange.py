@@ -284,11 +284,13 @@ class Exchange:
         return None
 
     def _relay_chunk(self, data: bytes) -> None:
-        self._reply.relay(data)
+        self._client.write(data)
         now = monotonic()
         counters = self._counters
         assert counters is not None
-        counters.bytes_received += len(data)
+        size = len(data)
+        self._reply.bytes_out += size
+        counters.bytes_received += size
         counters.events += data.count(b"\n\n")
         gaps = counters.gaps
         gap_s = now - self._last_byte

@@ -140,7 +140,7 @@ class UpstreamConnection:
         if (
             relay is not None
             and are_whole_events(data)
-            and b'"error"' not in data
+            and b'"error' not in data
             and b"[DONE]" not in data
         ):
             relay(data)
