@@ -86,6 +86,8 @@ class Pump:
                             wire.error = wire.error or error
                             data = b""
                         wire.receive(data)
+                        if not data:
+                            wire.close()
                 except Exception:
                     log.exception("serving an upstream's connection failed")
                     wire.fail()

@@ -8,8 +8,10 @@ close the connection.
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
@@ -47,6 +49,11 @@ class Receiver(Protocol):
 
     def relay(self) -> Relay | None:
         """Return what takes whole chunks of whole events as they are, when that is possible."""
+
+
+# An engine that says more than it announced shows it at once: an answer that follows another on the
+# same connection must not be taken for the next request's.
+_SETTLE_S = 0.002
 
 
 class _Await(IntEnum):
@@ -279,6 +286,7 @@ class Upstream:
 
     __slots__ = (
         "_pump",
+        "_settling",
         "address",
         "authority",
         "connections",
@@ -297,6 +305,7 @@ class Upstream:
         self.connections = 0
         self.way: Way | None = None
         self._pump = pump
+        self._settling: deque[UpstreamConnection] = deque()
 
     def connect(self, way: Way | None = None) -> UpstreamConnection:
         """Begin a new connection, which can be sent on at once.
@@ -312,6 +321,7 @@ class Upstream:
 
     def take(self, now: float) -> UpstreamConnection | None:
         """Return the idle connection used last, if one is fresh enough."""
+        self._settle(now)
         while self.idle:
             connection, _ = self.idle.popitem()
             if now - connection.idle_since < self.pool_idle_s and connection.is_silent():
@@ -320,9 +330,16 @@ class Upstream:
         return None
 
     def put(self, connection: UpstreamConnection, now: float) -> None:
-        """Keep a connection for the next request."""
+        """Keep a connection for a later request."""
         connection.idle_since = now
-        self.idle[connection] = None
+        self._settling.append(connection)
+
+    def _settle(self, now: float) -> None:
+        settling = self._settling
+        while settling and now - settling[0].idle_since >= _SETTLE_S:
+            connection = settling.popleft()
+            if connection.wire.fd >= 0:
+                self.idle[connection] = None
 
     def forget(self, connection: UpstreamConnection) -> None:
         """Drop a connection that has closed."""
@@ -331,6 +348,7 @@ class Upstream:
 
     def close_idle(self, now: float | None = None) -> None:
         """Close the idle connections: those too old by `now`, or all."""
+        self._settle(math.inf if now is None else now)
         for connection in list(self.idle):
             if now is not None and now - connection.idle_since < self.pool_idle_s:
                 return  # and so are all that were used later
