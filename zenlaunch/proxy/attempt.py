@@ -13,6 +13,8 @@ from zenlaunch.proxy.http1 import ResponseHead, field
 from zenlaunch.proxy.metrics import SECONDS, Counters, bump
 from zenlaunch.proxy.sse import EventTracker
 
+_SUCCESS = Outcome.SUCCESS
+
 
 class Attempt:
     """One answer as it comes in; `first_byte_s` is since the request was whole."""
@@ -106,4 +108,4 @@ class Attempt:
             kind = "engine-error" if engine_status else f"status-{status}"
             bump(self._counters.errors, kind)
             return Outcome.FAILURE
-        return Outcome.SUCCESS if status < 400 else Outcome.NEUTRAL
+        return _SUCCESS if status < 400 else Outcome.NEUTRAL

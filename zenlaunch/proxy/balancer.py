@@ -78,6 +78,7 @@ class Choice(NamedTuple):
     lease: Lease | None
 
 
+_PICKED, _SUCCESS, _FAILURE = Verdict.PICKED, Outcome.SUCCESS, Outcome.FAILURE
 _BUSY = Choice(Verdict.BUSY, None)
 _NONE_USABLE = Choice(Verdict.NONE_USABLE, None)
 
@@ -193,6 +194,7 @@ class Balancer:
         members = self._members
         count = len(members)
         cap = rules.max_in_flight_per_upstream
+        strict = self.policy is Policy.ROUND_ROBIN
         best: _Member | None = None
         best_load = math.inf
         last_resort: _Member | None = None
@@ -210,7 +212,7 @@ class Balancer:
                 if last_resort is None or member.barred_until < last_resort.barred_until:
                     last_resort = member
                 continue
-            if self.policy is Policy.ROUND_ROBIN:
+            if strict:
                 best, position = member, at
                 break
             load: float = member.in_flight
@@ -226,7 +228,7 @@ class Balancer:
             # All that are left are resting. Passive evidence never closes the door altogether.
             best, position = last_resort, members.index(last_resort)
         self._next = (position + 1) % count
-        return Choice(Verdict.PICKED, self._lease(best))
+        return Choice(_PICKED, self._lease(best))
 
     def lease(self, name: str) -> Lease:
         """Count one more request in flight at a named upstream, whatever its state."""
@@ -253,11 +255,11 @@ class Balancer:
         ejections = member.ejections_total
         if lease.trial:
             member.trials -= 1
-        if outcome is Outcome.SUCCESS:
+        if outcome is _SUCCESS:
             if member.half_open and not lease.trial:
                 return False  # begun before the ejection: says nothing of how it is now
             member.forgive()
-        elif outcome is Outcome.FAILURE:
+        elif outcome is _FAILURE:
             self._blame(member, lease, now)
         if retry_after_s is not None and retry_after_s > 0:
             rest = min(retry_after_s, self.rules.retry_after_max_s)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zenlaunch.proxy")
 
+_FAILURE = Outcome.FAILURE
+
 
 class Exchange:
     """A request between the moment it is whole and the moment its answer is done."""
@@ -48,7 +50,6 @@ class Exchange:
         "_queued_at",
         "_reply",
         "_request",
-        "_request_fields",
         "_route",
         "_started",
         "_stream_wanted",
@@ -76,7 +77,6 @@ class Exchange:
         self._stream_wanted = False
         self._ended = False
         self._error = ""
-        self._request_fields = b""
 
     def __repr__(self) -> str:
         at = self._lease.upstream if self._lease else "nowhere"
@@ -92,16 +92,6 @@ class Exchange:
         if hub.options.sse_keepalive_s is not None:
             self._stream_wanted = _wants_stream(request.body, request.body_bytes)
             self._last_comment = self._started
-        # A key that was checked here is not the engine's business: it gets its own, or none.
-        keyless = hub.upstream_authorization or len(hub.keys)
-        has_body = request.body_bytes or self.method == "POST"
-        self._request_fields = b"%b%bx-request-id: %b\r\n%b%b\r\n" % (
-            request.head.up_keyless if keyless else request.head.up,
-            self._client.forwarded(request.head),
-            request.id.encode(),
-            hub.upstream_authorization,
-            b"content-length: %d\r\n" % request.body_bytes if has_body else b"",
-        )
         if hub.waiting:
             self._queue()
         else:
@@ -154,8 +144,7 @@ class Exchange:
         if connection is None:
             try:
                 connection = upstream.connect()
-            except OSError as error:
-                log.warning("no connection to %s: %s", lease.upstream, error.strerror or error)
+            except OSError:
                 self._failed(Fault.UNREACHABLE)
                 return
         request = self._request
@@ -164,11 +153,18 @@ class Exchange:
             self._counters, started=self._started, hold_bytes=hub.options.hold_bytes
         )
         self._deadline = now + hub.options.first_byte_timeout_s
-        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" % (
+        has_body = request.body_bytes or self.method == "POST"
+        # A key that was checked here is not the engine's business: it gets its own, or none.
+        keyless = hub.upstream_authorization or len(hub.keys)
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%bx-request-id: %b\r\n%b%b\r\n" % (
             self.method.encode(),
             request.resolution.target,
             upstream.authority,
-            self._request_fields,
+            request.head.up_keyless if keyless else request.head.up,
+            self._client.forwarded(request.head),
+            request.id.encode(),
+            hub.upstream_authorization,
+            b"content-length: %d\r\n" % request.body_bytes if has_body else b"",
         )
         self._counters.bytes_sent += request.body_bytes
         connection.send(self, head, request.body, now)
@@ -460,7 +456,7 @@ class Exchange:
             self._queued_at = None
         if self._lease is not None:
             retry_after_s = None
-            if attempt is not None and attempt.head and outcome is Outcome.FAILURE:
+            if attempt is not None and attempt.head and outcome is _FAILURE:
                 retry_after_s = _retry_after_s(attempt.head)
             self._release(outcome, retry_after_s=retry_after_s)
         if own:

@@ -7,18 +7,15 @@ only announces much takes no room. Reads no socket and writes nothing: a refusal
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.chunks import ChunkDecoder
 from zenlaunch.proxy.gate import Refusal, examine
-from zenlaunch.proxy.http1 import RequestHead, field
+from zenlaunch.proxy.http1 import RequestHead
 from zenlaunch.proxy.routes import resolve
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.hub import Hub
-
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class Request:
@@ -44,11 +41,7 @@ class Request:
     def __init__(self, hub: Hub, head: RequestHead, *, private: bool) -> None:
         self._hub = hub
         self.head = head
-        given = field(head.fields, b"x-request-id")
-        if given is not None and _REQUEST_ID.fullmatch(given):
-            self.id = given.decode()
-        else:
-            self.id = hub.new_id()
+        self.id = head.request_id or hub.new_id()
         self.resolution = resolve(head.method, head.target)
         self.refusal, self.key_name = examine(
             head, self.resolution, private=private, keys=hub.keys, admin_keys=hub.admin_keys

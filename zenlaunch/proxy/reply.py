@@ -100,8 +100,7 @@ class Reply:
                 fields += b"x-accel-buffering: no\r\n"
             if field(response.fields, b"cache-control") is None:
                 fields += b"cache-control: no-cache\r\n"
-        line = b"HTTP/1.1 %d %b\r\n" % (response.status, response.reason)
-        self._write_head(line, fields, upstream, payload)
+        self._write_head(fields, upstream, payload)
 
     def comment(self, *, upstream: str) -> None:
         """Send an event-stream comment; the first one gives up the holding of the head."""
@@ -109,10 +108,10 @@ class Reply:
             self._client.write(chunk(_COMMENT) if self._chunked else _COMMENT)
             return
         self.early = True
-        fields = b"content-type: text/event-stream; charset=utf-8\r\n"
+        fields = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         fields += b"cache-control: no-cache\r\nx-accel-buffering: no\r\n" + self._open_end()
         payload = chunk(_COMMENT) if self._chunked else _COMMENT
-        self._write_head(b"HTTP/1.1 200 OK\r\n", fields, upstream, payload)
+        self._write_head(fields, upstream, payload)
 
     def body(self, payload: bytes) -> None:
         """Send more of the body."""
@@ -137,13 +136,12 @@ class Reply:
         self.keep = False
         return b""
 
-    def _write_head(self, line: bytes, fields: bytes, upstream: str, payload: bytes) -> None:
+    def _write_head(self, fields: bytes, upstream: str, payload: bytes) -> None:
         if self._client.draining:
             self.keep = False
         self._client.write(
-            b"%b%bx-request-id: %b\r\nx-zenlaunch-upstream: %b\r\n%b\r\n%b"
+            b"%bx-request-id: %b\r\nx-zenlaunch-upstream: %b\r\n%b\r\n%b"
             % (
-                line,
                 fields,
                 self._request_id,
                 upstream.encode(),
