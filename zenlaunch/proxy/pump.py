@@ -66,35 +66,44 @@ class Pump:
         return wire
 
     def _serve(self) -> None:
-        """Serve what is ready. What is left over wakes the event loop again at once."""
-        wires, read = self._wires, os.read
-        self._serving = True
-        try:
-            for fd, flags in self._epoll.poll(0, _AT_ONCE):
-                wire = wires.get(fd)
-                if wire is None:  # closed by what was served before it
-                    continue
-                try:
-                    if flags & _OUT and wire.unsent:
-                        wire.flush()
-                    if flags != _OUT and not wire.paused:
-                        try:
-                            data = read(fd, _READ_BYTES)
-                        except BlockingIOError:
-                            continue
-                        except OSError as error:
-                            wire.error = wire.error or error
-                            data = b""
-                        wire.receive(data)
-                        if not data:
-                            wire.close()
-                except Exception:
-                    log.exception("serving an upstream's connection failed")
-                    wire.fail()
-        finally:
+        """Serve what is ready, and what has become so meanwhile: to come back costs more.
+
+        What is left over after `_AT_ONCE` wakes the event loop again at once.
+        """
+        left = _AT_ONCE
+        while left > 0:
+            ready = self._epoll.poll(0, left)
+            if not ready:
+                return
+            left -= len(ready)
+            self._serving = True
+            for fd, flags in ready:
+                wire = self._wires.get(fd)
+                if wire is not None:  # not closed by what was served before it
+                    self._serve_one(wire, flags)
             self._serving = False
             while self._closed:
                 self._closed.pop().close()
+
+    def _serve_one(self, wire: Wire, flags: int) -> None:
+        try:
+            if flags & _OUT and wire.unsent:
+                wire.flush()
+            if flags == _OUT or wire.paused:
+                return
+            try:
+                data = os.read(wire.fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                wire.error = wire.error or error
+                data = b""
+            wire.receive(data)
+            if not data:
+                wire.close()
+        except Exception:
+            log.exception("serving an upstream's connection failed")
+            wire.fail()
 
     def watch(self, fd: int, before: int, wanted: int) -> None:
         """Be told of other things than before; of nothing at all, not even an end, for 0."""
