@@ -226,6 +226,35 @@ def test_a_name_is_resolved_by_the_probe_and_the_way_kept() -> None:
     uvloop.run(run())
 
 
+def test_a_connection_settles_before_it_is_used_again() -> None:
+    """Bytes beyond an answer may come a moment after it, and are nobody's answer."""
+
+    async def run() -> None:
+        async with a_pump() as (pump, server):
+            address = UpstreamAddress(name="a", host="127.0.0.1", port=1)
+            upstream = Upstream(address, pump, pool_idle_s=4)
+            connections = [upstream.connect(to(server)) for _ in range(3)]
+            peers = [server.accept()[0] for _ in connections]
+            for at, connection in enumerate(connections):
+                upstream.put(connection, 10.0 + at / 10_000)
+            assert upstream.take(10.0005) is None
+            assert upstream.take(10.00115) is connections[1], "the one used last of the settled"
+            peers[2].sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            connections[0].close()
+            assert upstream.take(10.1) is None
+            assert connections[2].wire.fd < 0
+            assert upstream.connections == 1
+            upstream.put(connections[1], 11.0)
+            upstream.close_idle(14.0)
+            assert connections[1].wire.fd >= 0
+            upstream.close_idle(15.0)
+            assert upstream.connections == 0
+            for peer in peers:
+                peer.close()
+
+    uvloop.run(run())
+
+
 # -- streams through it
 
 

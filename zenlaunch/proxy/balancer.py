@@ -109,6 +109,7 @@ class _Member:
         "misses",
         "name",
         "penalty_until",
+        "position",
         "ready",
         "requests",
         "seen",
@@ -117,6 +118,7 @@ class _Member:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.position = 0  # in the rotation
         self.ready = False
         self.seen = False
         self.draining = False
@@ -160,10 +162,12 @@ class Balancer:
     ) -> None:
         self.policy = policy
         self.rules = rules
-        self._members = [_Member(name) for name in names]
-        self._by_name = {member.name: member for member in self._members}
+        self._strict = policy is Policy.ROUND_ROBIN
+        self._members: list[_Member] = []
+        self._by_name: dict[str, _Member] = {}
         self._next = 0
         self._in_flight = 0
+        self.set_members(names)
 
     def __repr__(self) -> str:
         members = ", ".join(f"{m.name}:{m.in_flight}" for m in self._members)
@@ -182,7 +186,8 @@ class Balancer:
     def set_members(self, names: Iterable[str]) -> None:
         """Replace the list of upstreams; those that stay keep their state and their leases."""
         self._members = [self._by_name.get(name) or _Member(name) for name in names]
-        for member in self._members:
+        for position, member in enumerate(self._members):
+            member.position = position
             self._by_name[member.name] = member
         self._next = 0
 
@@ -191,18 +196,12 @@ class Balancer:
         rules = self.rules
         if rules.max_in_flight is not None and self._in_flight >= rules.max_in_flight:
             return _BUSY
-        members = self._members
-        count = len(members)
         cap = rules.max_in_flight_per_upstream
-        strict = self.policy is Policy.ROUND_ROBIN
         best: _Member | None = None
         best_load = math.inf
         last_resort: _Member | None = None
-        position = 0
         busy = False
-        for step in range(count):
-            at = (self._next + step) % count
-            member = members[at]
+        for member in self._members[self._next :] + self._members[: self._next]:
             if not member.ready or member.draining or member.name in exclude:
                 continue
             if cap is not None and member.in_flight >= cap:
@@ -212,22 +211,22 @@ class Balancer:
                 if last_resort is None or member.barred_until < last_resort.barred_until:
                     last_resort = member
                 continue
-            if strict:
-                best, position = member, at
+            if self._strict:
+                best = member
                 break
             load: float = member.in_flight
             if now < member.penalty_until and not member.half_open:
                 load += rules.penalty * member.failures
             if load < best_load:
-                best, best_load, position = member, load, at
+                best, best_load = member, load
         if best is None:
             if busy:
                 return _BUSY
             if last_resort is None:
                 return _NONE_USABLE
             # All that are left are resting. Passive evidence never closes the door altogether.
-            best, position = last_resort, members.index(last_resort)
-        self._next = (position + 1) % count
+            best = last_resort
+        self._next = best.position + 1
         return Choice(_PICKED, self._lease(best))
 
     def lease(self, name: str) -> Lease:

@@ -7,15 +7,14 @@ Every path ends in `_end`, once: there the lease, the budget and the log line ar
 
 from __future__ import annotations
 
-import json
 import logging
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from zenlaunch.proxy.answers import error_body
+from zenlaunch.proxy.answers import error_body, one_line
 from zenlaunch.proxy.attempt import Attempt
 from zenlaunch.proxy.balancer import Lease, Outcome, Verdict
-from zenlaunch.proxy.http1 import ResponseHead, field
+from zenlaunch.proxy.http1 import ResponseHead, retry_after_s
 from zenlaunch.proxy.metrics import Counters, bump
 from zenlaunch.proxy.reply import Reply
 from zenlaunch.proxy.retry import FIRST, TOLD, Fault, History, Next, counts_against, decide
@@ -90,7 +89,7 @@ class Exchange:
         hub.exchanges.add(self)
         request = self._request
         if hub.options.sse_keepalive_s is not None:
-            self._stream_wanted = _wants_stream(request.body, request.body_bytes)
+            self._stream_wanted = request.wants_stream()
             self._last_comment = self._started
         if hub.waiting:
             self._queue()
@@ -188,7 +187,7 @@ class Exchange:
                 connection.cancel(self)
                 self._connection = None
                 self._count_fault(Fault.UNAVAILABLE, retried=True)
-                self._release(Outcome.FAILURE, retry_after_s=_retry_after_s(head))
+                self._release(Outcome.FAILURE, retry_after_s=retry_after_s(head))
                 self._history = history
                 self._go(choice.lease)
                 return
@@ -234,7 +233,7 @@ class Exchange:
                 self._error = "engine-error"
         elif reply.early:
             # The client was promised a stream: what came instead can be told as an event only.
-            reply.error_event(_one_line(rest, head.status), named=self._route.named_events)
+            reply.error_event(one_line(rest, head.status), named=self._route.named_events)
             self._end(attempt.outcome(), status=head.status, keep=False)
             return
         if not reply.begun:
@@ -455,10 +454,10 @@ class Exchange:
             hub.waiting.remove(self)
             self._queued_at = None
         if self._lease is not None:
-            retry_after_s = None
+            wait_s = None
             if attempt is not None and attempt.head and outcome is _FAILURE:
-                retry_after_s = _retry_after_s(attempt.head)
-            self._release(outcome, retry_after_s=retry_after_s)
+                wait_s = retry_after_s(attempt.head)
+            self._release(outcome, retry_after_s=wait_s)
         if own:
             bump(hub.stats.own, status)
         elif self._counters is not None:
@@ -485,29 +484,3 @@ class Exchange:
             )
         if tell:
             self._client.exchange_done(keep=keep, reset=reset)
-
-
-def _wants_stream(body: bytes | bytearray, size_bytes: int) -> bool:
-    """Tell whether a request asks for an event stream; large ones are not looked into."""
-    if size_bytes > 262_144:
-        return False
-    try:
-        value = json.loads(body)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and value.get("stream") is True
-
-
-def _retry_after_s(head: ResponseHead) -> float | None:
-    value = field(head.fields, b"retry-after")
-    if value is None or not value.isdigit() or len(value) > 6:
-        return None
-    return float(value)
-
-
-def _one_line(body: bytes, status: int) -> bytes:
-    """Return a JSON body as one line, or an error of our own when it is something else."""
-    try:
-        return json.dumps(json.loads(body)).encode()
-    except ValueError:
-        return error_body(status, "upstream_error", f"the instance said {status}")

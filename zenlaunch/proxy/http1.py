@@ -350,3 +350,11 @@ def field(fields: Fields, name: bytes) -> bytes | None:
         if one[0] == name:
             return one[1]
     return None
+
+
+def retry_after_s(head: ResponseHead) -> float | None:
+    """Return how long a response asks to be left alone, if it says so in seconds."""
+    value = field(head.fields, b"retry-after")
+    if value is None or not value.isdigit() or len(value) > 6:
+        return None
+    return float(value)

@@ -7,6 +7,7 @@ only announces much takes no room. Reads no socket and writes nothing: a refusal
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.chunks import ChunkDecoder
@@ -101,6 +102,16 @@ class Request:
         if isinstance(self.body, bytes):
             self.body = bytearray(self.body)
         self.body += payload
+
+    def wants_stream(self) -> bool:
+        """Tell whether it asks for an event stream; large ones are not looked into."""
+        if self.body_bytes > 262_144:
+            return False
+        try:
+            value = json.loads(self.body)
+        except ValueError:
+            return False
+        return isinstance(value, dict) and value.get("stream") is True
 
     def drop(self) -> None:
         """Forget the body, which takes no room any more."""
