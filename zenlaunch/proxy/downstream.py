@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from typing import TYPE_CHECKING, cast
 
 from zenlaunch.config import HalfClose
@@ -25,7 +24,8 @@ from zenlaunch.proxy.http1 import (
 )
 from zenlaunch.proxy.intake import Request
 from zenlaunch.proxy.metrics import bump
-from zenlaunch.proxy.peer import reset_on_close, unacknowledged_bytes, was_reset
+from zenlaunch.proxy.outlet import Outlet
+from zenlaunch.proxy.peer import was_reset
 from zenlaunch.proxy.routes import Action
 from zenlaunch.proxy.trust import forwarded_fields
 
@@ -54,26 +54,23 @@ class ClientConnection(asyncio.Protocol):
         "_admin",
         "_advancing",
         "_at",
-        "_behind",
         "_buffer",
         "_deadline",
         "_exchange",
-        "_fd",
         "_finished_reading",
         "_forwarded",
         "_hub",
         "_own",
-        "_paused_at",
         "_private",
         "_request",
-        "_stalled_bytes",
         "_yielded",
-        "paused",
+        "outlet",
         "peer",
         "transport",
         "trusted",
     )
     transport: asyncio.Transport
+    outlet: Outlet
 
     def __init__(self, hub: Hub, admin: Admin, *, private: bool) -> None:
         self._hub = hub
@@ -88,12 +85,7 @@ class ClientConnection(asyncio.Protocol):
         self._finished_reading = False
         self._yielded = False
         self._deadline = hub.now() + hub.options.head_timeout_s
-        self._paused_at = 0.0
-        self._stalled_bytes = 0
         self._forwarded: tuple[bytes, bytes] | None = None
-        self._fd = -1
-        self._behind = False
-        self.paused = False
         self.peer = "local"
         self.trusted = False
 
@@ -102,7 +94,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         hub = self._hub
-        self._fd = transport.get_extra_info("socket").fileno()
+        self.outlet = Outlet(self.transport)
         if not self._private:
             peername = transport.get_extra_info("peername")
             if isinstance(peername, tuple):
@@ -162,38 +154,13 @@ class ClientConnection(asyncio.Protocol):
             self._forwarded = (head.host, lines)
         return self._forwarded[1]
 
-    def write(self, data: bytes) -> None:
-        """Write to the client: at once what its socket takes, the rest through the transport.
-
-        Most of the proxy's life is here, and one system call is cheaper than the transport's queue.
-        The transport finds out what is broken. A descriptor may be another's as soon as the
-        transport is closing.
-        """
-        transport = self.transport
-        if self._behind:
-            if transport.get_write_buffer_size():
-                transport.write(data)
-                return
-            self._behind = False
-        if transport.is_closing():
-            return
-        try:
-            sent = os.write(self._fd, data)
-        except OSError:
-            sent = 0
-        if sent != len(data):
-            self._behind = True
-            transport.write(data[sent:])
-
     def pause_writing(self) -> None:
-        self.paused = True
-        self._paused_at = self._hub.now()
-        self._stalled_bytes = self.transport.get_write_buffer_size()
+        self.outlet.paused = True
         if self._exchange is not None:
             self._exchange.pause()
 
     def resume_writing(self) -> None:
-        self.paused = False
+        self.outlet.paused = False
         if self._exchange is not None:
             self._exchange.resume()
 
@@ -216,10 +183,12 @@ class ClientConnection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Look at the deadlines: idle, slow head, slow body, a client that does not read."""
         at = self._at
-        if self.transport.get_write_buffer_size():
-            self._check_stall(now)
+        stands_s = self.outlet.stands_s(now)
+        if stands_s is not None:
+            if stands_s >= self._hub.options.client_stall_s:
+                self._leave()
+                self.transport.abort()
             return
-        self._paused_at = 0.0
         if at in (_CLOSED, _LINGERS):
             if now >= self._deadline:
                 self.transport.abort()
@@ -242,20 +211,6 @@ class ClientConnection(asyncio.Protocol):
     def _is_reset(self) -> bool:
         sock = self.transport.get_extra_info("socket")
         return sock is not None and was_reset(sock)
-
-    def _check_stall(self, now: float) -> None:
-        """Let go of a client that has taken nothing for long, however slowly others read.
-
-        What its kernel has not acknowledged counts too: the socket buffer may be so large that
-        a slow reader leaves ours untouched for many minutes.
-        """
-        left = self.transport.get_write_buffer_size() + unacknowledged_bytes(self._fd)
-        if left != self._stalled_bytes or self._paused_at == 0.0:
-            self._stalled_bytes = left
-            self._paused_at = now
-        elif now - self._paused_at >= self._hub.options.client_stall_s:
-            self._leave()
-            self.transport.abort()
 
     # -- requests
 
@@ -357,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self._hub.now() + self._hub.options.body_grace_s
         self._at = _CHUNKS if head.chunked else _LENGTH
         if head.expects_continue and not self._buffer:
-            self.write(CONTINUE)
+            self.outlet.write(CONTINUE)
 
     def _dispatch(self, request: Request) -> None:
         """The request is whole: hand it over."""
@@ -401,7 +356,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if reset:
             self._at = _CLOSED
-            self._hub.spawn(self._reset_when_written())
+            self._hub.spawn(self.outlet.reset())
         elif not keep or (self._finished_reading and not self._buffer):
             self._at = _CLOSED
             self._deadline = self._hub.now() + _LINGER_S
@@ -413,17 +368,6 @@ class ClientConnection(asyncio.Protocol):
             self._deadline = now + (wait_s or self._hub.options.keep_alive_s)
             if self._buffer and not self._advancing:
                 self._advance()
-
-    async def _reset_when_written(self) -> None:
-        """Reset the connection once the client's kernel has what was written, or after 5 s."""
-        loop = self._hub.loop
-        deadline = loop.time() + _LINGER_S
-        while self.transport.get_write_buffer_size() and loop.time() < deadline:
-            await asyncio.sleep(0.02)
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None and not self.transport.is_closing():
-            reset_on_close(sock)
-        self.transport.abort()
 
     # -- the proxy's own words
 
@@ -449,7 +393,7 @@ class ClientConnection(asyncio.Protocol):
         )
         request = self._request
         bodyless = request is not None and request.head.method == "HEAD"
-        self.write(head if bodyless else head + body)
+        self.outlet.write(head if bodyless else head + body)
 
     def _refuse_as(self, refusal: Refusal) -> None:
         self._refuse(refusal.status, refusal.code, refusal.message, extra=refusal.fields)

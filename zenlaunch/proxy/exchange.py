@@ -210,7 +210,7 @@ class Exchange:
         return None
 
     def _relay(self, data: bytes) -> None:
-        self._client.write(data)
+        self._client.outlet.write(data)
         self._reply.bytes_out += len(data)
         self._attempt.count_events(data, monotonic())  # type: ignore[union-attr]
 
@@ -267,7 +267,7 @@ class Exchange:
         events: bool,
     ) -> None:
         self._request.drop()  # it will not be sent again
-        if self._client.paused:  # still full of an earlier answer
+        if self._client.outlet.paused:  # still full of an earlier answer
             self.pause()
         self._reply.begin(
             head, payload, upstream=self._upstream, length_bytes=length_bytes, events=events
@@ -375,7 +375,7 @@ class Exchange:
             if now - connection.sent_at >= options.connect_timeout_s:
                 self._time_out(Fault.CONNECT_TIMEOUT)
             return
-        if self._client.paused:
+        if self._client.outlet.paused:
             return
         attempt = self._attempt
         assert attempt is not None

@@ -33,6 +33,7 @@ class Reply:
         "_has_length",
         "_request",
         "_request_id",
+        "_write",
         "begun",
         "bytes_out",
         "early",
@@ -41,6 +42,7 @@ class Reply:
 
     def __init__(self, client: ClientConnection, request: RequestHead, request_id: str) -> None:
         self._client = client
+        self._write = client.outlet.write
         self._request = request
         self._request_id = request_id.encode()
         self._chunked = False
@@ -82,7 +84,7 @@ class Reply:
         self.begun = True
         self.bytes_out += len(payload)
         if self.early:
-            self._client.write(chunk(payload) if self._chunked else payload)
+            self._write(chunk(payload) if self._chunked else payload)
             return
         fields = response.down
         if self._request.method == "HEAD" or response.status in (204, 304):
@@ -105,7 +107,7 @@ class Reply:
     def comment(self, *, upstream: str) -> None:
         """Send an event-stream comment; the first one gives up the holding of the head."""
         if self.head_sent:
-            self._client.write(chunk(_COMMENT) if self._chunked else _COMMENT)
+            self._write(chunk(_COMMENT) if self._chunked else _COMMENT)
             return
         self.early = True
         fields = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -116,17 +118,17 @@ class Reply:
     def body(self, payload: bytes) -> None:
         """Send more of the body."""
         self.bytes_out += len(payload)
-        self._client.write(chunk(payload) if self._chunked else payload)
+        self._write(chunk(payload) if self._chunked else payload)
 
     def error_event(self, line: bytes, *, named: bool) -> None:
         """Send an event that tells of an error; `line` is one line of JSON."""
         event = error_event(line, named=named)
-        self._client.write(chunk(event) if self._chunked else event)
+        self._write(chunk(event) if self._chunked else event)
 
     def end(self) -> None:
         """End the body."""
         if self._chunked:
-            self._client.write(LAST_CHUNK)
+            self._write(LAST_CHUNK)
 
     def _open_end(self) -> bytes:
         """Choose a framing for a body of unknown length; return its field line."""
@@ -139,7 +141,7 @@ class Reply:
     def _write_head(self, fields: bytes, upstream: str, payload: bytes) -> None:
         if self._client.draining:
             self.keep = False
-        self._client.write(
+        self._write(
             b"%bx-request-id: %b\r\nx-zenlaunch-upstream: %b\r\n%b\r\n%b"
             % (
                 fields,
