@@ -231,6 +231,7 @@ def test_12_reset_of_a_reused_connection_is_retried_on_a_fresh_one(
     door = proxy(one)
     assert door.request("POST", "/v1/completions", {}).status == 200
     one[0].do({"raw": "", "end": "rst"}, times=1)
+    threading.Event().wait(0.02)  # a connection settles before it is used again
     assert door.request("POST", "/v1/completions", {}).status == 200
     assert one[0].seen()["requests"] == 3
     assert door.upstream("i0")["errors"] == 0

@@ -176,8 +176,8 @@ def test_what_travels_down() -> None:
         b"HTTP/1.1 200 OK\r\nDate: now\r\nContent-Length: 3\r\nConnection: x-a\r\nX-A: 1\r\n"
         b"Keep-Alive: timeout=5\r\nX-Zenlaunch-Source: fake\r\nSet-Cookie: a\r\nSet-Cookie: b"
     )
-    assert head.down == b"date: now\r\nset-cookie: a\r\nset-cookie: b\r\n"
-    assert parse_response_head(b"HTTP/1.1 200 OK\r\nA:b").down == b"a: b\r\n"
+    assert head.down == b"HTTP/1.1 200 OK\r\ndate: now\r\nset-cookie: a\r\nset-cookie: b\r\n"
+    assert parse_response_head(b"HTTP/1.0 404\r\nA:b").down == b"HTTP/1.1 404 \r\na: b\r\n"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from zenlaunch.proxy.answers import Answer, error_body
+from zenlaunch.proxy.fetch import fetch
 from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.metrics import CONTENT_TYPE, Aggregate, own_exposition
 from zenlaunch.proxy.routes import Action, Resolution
-from zenlaunch.proxy.upstream import fetch
 
 _FETCH_TIMEOUT_S = 5.0
 _FETCH_BYTES = 8 * 2**20

@@ -84,6 +84,7 @@ class Choice(NamedTuple):
     lease: Lease | None
 
 
+_PICKED, _SUCCESS, _FAILURE = Verdict.PICKED, Outcome.SUCCESS, Outcome.FAILURE
 _BUSY = Choice(Verdict.BUSY, None)
 _NONE_USABLE = Choice(Verdict.NONE_USABLE, None)
 
@@ -115,6 +116,7 @@ class _Member:
         "misses",
         "name",
         "penalty_until",
+        "position",
         "ready",
         "requests",
         "seen",
@@ -123,6 +125,7 @@ class _Member:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.position = 0  # in the rotation
         self.ready = False
         self.seen = False
         self.draining = False
@@ -167,10 +170,12 @@ class Balancer:
     ) -> None:
         self.policy = policy
         self.rules = rules
-        self._members = [_Member(name) for name in names]
-        self._by_name = {member.name: member for member in self._members}
+        self._strict = policy is Policy.ROUND_ROBIN
+        self._members: list[_Member] = []
+        self._by_name: dict[str, _Member] = {}
         self._next = 0
         self._in_flight = 0
+        self.set_members(names, -math.inf)  # none of these is waited for
 
     def __repr__(self) -> str:
         members = ", ".join(f"{m.name}:{m.in_flight}" for m in self._members)
@@ -195,11 +200,12 @@ class Balancer:
         neither then nor when requests of the one before end.
         """
         before, self._by_name = self._by_name, {}
-        for name in names:
+        for position, name in enumerate(names):
             member = before.get(name)
             if member is None or name in replaced:
                 member = _Member(name)
                 member.expected_until = now + self.rules.expect_s
+            member.position = position
             self._by_name[name] = member
         self._members = list(self._by_name.values())
         self._next = 0
@@ -209,17 +215,12 @@ class Balancer:
         rules = self.rules
         if rules.max_in_flight is not None and self._in_flight >= rules.max_in_flight:
             return _BUSY
-        members = self._members
-        count = len(members)
         cap = rules.max_in_flight_per_upstream
         best: _Member | None = None
         best_load = math.inf
         last_resort: _Member | None = None
-        position = 0
         busy = False
-        for step in range(count):
-            at = (self._next + step) % count
-            member = members[at]
+        for member in self._members[self._next :] + self._members[: self._next]:
             if not member.ready or member.draining or member.name in exclude:
                 continue
             if cap is not None and member.in_flight >= cap:
@@ -229,24 +230,26 @@ class Balancer:
                 if last_resort is None or member.barred_until < last_resort.barred_until:
                     last_resort = member
                 continue
-            if self.policy is Policy.ROUND_ROBIN:
-                best, position = member, at
+            if self._strict:
+                best = member
                 break
             load: float = member.in_flight
             if now < member.penalty_until and not member.half_open:
                 load += rules.penalty * member.failures
             if load < best_load:
-                best, best_load, position = member, load, at
+                best, best_load = member, load
         if best is None:
             if busy:
                 return _BUSY
             if last_resort is None:
-                expected = any(now < m.expected_until and m.name not in exclude for m in members)
-                return _BUSY if expected else _NONE_USABLE
+                for member in self._members:
+                    if now < member.expected_until and member.name not in exclude:
+                        return _BUSY
+                return _NONE_USABLE
             # All that are left are resting. Passive evidence never closes the door altogether.
-            best, position = last_resort, members.index(last_resort)
-        self._next = (position + 1) % count
-        return Choice(Verdict.PICKED, self._lease(best))
+            best = last_resort
+        self._next = best.position + 1
+        return Choice(_PICKED, self._lease(best))
 
     def lease(self, name: str) -> Lease:
         """Count one more request in flight at a named upstream, whatever its state."""
@@ -273,13 +276,13 @@ class Balancer:
         ejections = member.ejections_total
         if lease.trial:
             member.trials -= 1
-        if outcome is Outcome.SUCCESS:
+        if outcome is _SUCCESS:
             if member.half_open and not lease.trial:
                 return False  # begun before the ejection: says nothing of how it is now
             asked_for = 0.0 if lease.trial else member.barred_until
             member.forgive()
             member.barred_until = asked_for  # others' success does not undo a Retry-After
-        elif outcome is Outcome.FAILURE:
+        elif outcome is _FAILURE:
             self._blame(member, lease, now)
         if retry_after_s is not None and retry_after_s > 0:
             rest = min(retry_after_s, self.rules.retry_after_max_s)

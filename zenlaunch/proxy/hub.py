@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 from zenlaunch.checks import metric
 from zenlaunch.proxy.accesslog import AccessLog
 from zenlaunch.proxy.balancer import Balancer
+from zenlaunch.proxy.fetch import fetch
 from zenlaunch.proxy.metrics import Stats
 from zenlaunch.proxy.options import ProxyOptions
 from zenlaunch.proxy.progress import RUNNING, STEPS, Progress
+from zenlaunch.proxy.pump import Pump
 from zenlaunch.proxy.trust import KeyRing, Peers, load_key, load_keys
-from zenlaunch.proxy.upstream import Upstream, fetch
+from zenlaunch.proxy.upstream import Upstream
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
@@ -42,6 +44,7 @@ class Hub:
         self.loop = loop
         self.now = time.monotonic  # loop.time() of uvloop knows milliseconds only
         self.max_connections = max_connections
+        self.wires = Pump(loop)
         self.upstreams: dict[str, Upstream] = {}
         self.balancer = Balancer((), policy=options.policy, rules=options.rules)
         self.stats = Stats()
@@ -119,7 +122,7 @@ class Hub:
         self.balancer.set_members(wanted, self.now(), replaced=gone)
         for name in new:
             self.upstreams[name] = Upstream(
-                wanted[name], self.loop, pool_idle_s=options.pool_idle_s
+                wanted[name], self.wires, pool_idle_s=options.pool_idle_s
             )
             self._wake[name] = asyncio.Event()
             self._progress[name] = Progress(options.hang_s)
@@ -147,6 +150,7 @@ class Hub:
         await asyncio.gather(*tasks, return_exceptions=True)
         for upstream in self.upstreams.values():
             upstream.close_idle()
+        self.wires.stop()
         self.log.close()
 
     # -- time

@@ -31,6 +31,20 @@ class Fault(StrEnum):
     TRUNCATED = "truncated"
 
 
+# What a client is told when nothing can be tried any more.
+TOLD: dict[Fault, tuple[int, str, str]] = {
+    Fault.UNREACHABLE: (503, "upstream_unreachable", "no instance could be reached"),
+    Fault.CONNECT_TIMEOUT: (503, "upstream_unreachable", "no instance took the connection in time"),
+    Fault.UNAVAILABLE: (503, "upstream_unavailable", "no instance takes requests now"),
+    Fault.IDLE_RESET: (502, "upstream_broken", "the instance closed the connection"),
+    Fault.DIED: (502, "upstream_broken", "the instance broke the connection before it answered"),
+    Fault.GARBAGE: (502, "upstream_garbage", "the instance answered something that is not HTTP"),
+    Fault.TRUNCATED: (502, "upstream_truncated", "the instance's answer ended before its end"),
+    Fault.FIRST_BYTE_TIMEOUT: (504, "upstream_timeout", "the instance did not answer in time"),
+    Fault.GAP_TIMEOUT: (504, "upstream_stalled", "the instance's answer stood still"),
+}
+
+
 class Next(StrEnum):
     """What follows a failed attempt."""
 

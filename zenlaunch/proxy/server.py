@@ -30,6 +30,7 @@ from zenlaunch.proxy.downstream import ClientConnection
 from zenlaunch.proxy.handover import Handover, Inherited, inherited
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.proxy.peer import watch_peer
 from zenlaunch.values import host_port
 
 log = logging.getLogger("zenlaunch.proxy")
@@ -87,6 +88,7 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     hub = Hub(options, loop, max_connections=max_connections)
+    watch_peer(sock)
     admin = Admin(hub)
     stopping: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
