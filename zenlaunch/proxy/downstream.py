@@ -40,7 +40,6 @@ _READ_BYTES = 2**20  # more than one read of the event loop brings
 _WORK_AT_ONCE = 64
 _SLICE_BYTES = 16_384
 
-
 # Where a connection is, in this order. Plain numbers: looking up a member of an enum costs more
 # than the comparison, and every request does it thirty times.
 _HEAD, _LENGTH, _CHUNKS, _ANSWER, _LINGERS, _CLOSED = range(6)

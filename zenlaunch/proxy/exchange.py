@@ -8,7 +8,6 @@ Every path ends in `_end`, once: there the lease, the budget and the log line ar
 from __future__ import annotations
 
 import logging
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.answers import error_body, one_line
@@ -217,17 +216,19 @@ class Exchange:
 
     def relay(self) -> Relay | None:
         """Take whole chunks as they are once all before them has gone out the same way."""
-        attempt = self._attempt
-        if self._reply.takes_chunks and attempt is not None:
-            tracker = attempt.tracker
-            if tracker is not None and tracker.at_rest:
-                return self._relay
-        return None
+        attempt, reply = self._attempt, self._reply
+        if not reply.takes_chunks or attempt is None:
+            return None
+        if attempt.tracker is None or not attempt.tracker.at_rest:
+            return None
+        write, count = self._client.outlet.write, attempt.count_events
 
-    def _relay(self, data: bytes) -> None:
-        self._client.outlet.write(data)
-        self._reply.bytes_out += len(data)
-        self._attempt.count_events(data, monotonic())  # type: ignore[union-attr]
+        def relay(data: bytes) -> None:
+            write(data)
+            reply.bytes_out += len(data)
+            count(data)
+
+        return relay
 
     def on_end(self, connection: UpstreamConnection) -> None:
         self._connection = None

@@ -1,9 +1,11 @@
 """Sockets to the engines, read and written by hand: one wake-up serves every stream of a step.
 
 An engine's step makes all its streams readable at once. One private epoll set, itself one reader of
-the event loop, takes them together: a read, a call and (in `downstream`) a write for each, without
-the event loop's machinery in between. Owns the descriptors, what a socket has not taken yet, and
-the order of closing. Knows nothing of HTTP. Follows epoll(7), level-triggered.
+the event loop, takes them together: a read, a call and (in `outlet`) a write for each, without the
+event loop's machinery in between. A descriptor for each in the event loop itself costs more, and
+uvloop tells of a reset only once, whatever is left to be read before it. Owns the descriptors, what
+a socket has not taken yet, and the order of closing. Knows nothing of HTTP. Follows epoll(7),
+level-triggered.
 """
 
 from __future__ import annotations
