@@ -26,7 +26,7 @@ from zenlaunch.places import places_of
 
 HERE = Path(__file__).parent
 SYSTEMD = Path("/lib/systemd/systemd")
-REFUSED = 77  # of namespace.sh: the machine does not allow it
+GROUP = "zenlaunch-lab-"  # and the process that made it
 ENDED = -signal.SIGINT  # of unshare, as of its first process: told to power off (reboot(2))
 
 AGENT = """\
@@ -78,7 +78,7 @@ class Running:
         finally:
             self.end()
         said = (self.folder / "console").read_text(errors="replace")
-        if rc == REFUSED:
+        if not (self.folder / "allowed").exists():
             raise Unavailable(f"namespaces are not allowed here: {said.strip()[-400:]}")
         assert rc == ENDED, f"status {rc}: {said}"
         files = {p.name: p.read_bytes() for p in (self.folder / "out").iterdir() if p.is_file()}
@@ -99,9 +99,7 @@ class Running:
         while self.group.exists() and time.monotonic() < until:
             with contextlib.suppress(OSError):
                 (self.group / "cgroup.kill").write_text("1")
-            for folder, _, _ in os.walk(self.group, topdown=False):
-                with contextlib.suppress(OSError):
-                    Path(folder).rmdir()
+            _remove_group(self.group)
             time.sleep(0.02)
 
 
@@ -152,13 +150,23 @@ def _group() -> Path:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, kind = line.partition(" - ")
         if kind.startswith("cgroup2 "):
-            group = Path(fields.split()[4], f"zenlaunch-lab-{os.getpid()}-{time.monotonic_ns()}")
+            top = Path(fields.split()[4])
+            for old in top.glob(f"{GROUP}*"):  # of a pytest that was killed
+                if not Path("/proc", old.name.split("-")[2]).exists():
+                    _remove_group(old)
+            group = top / f"{GROUP}{os.getpid()}-{time.monotonic_ns()}"
             try:
                 group.mkdir()
             except OSError as e:
                 raise Unavailable(f"no control group can be made: {e}") from None
             return group
     raise Unavailable("control groups are of version 1 alone here")
+
+
+def _remove_group(group: Path) -> None:
+    for folder, _, _ in os.walk(group, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(folder).rmdir()
 
 
 def _with_parents(paths: Iterable[str]) -> list[str]:

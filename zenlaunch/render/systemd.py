@@ -338,8 +338,9 @@ EnvironmentFile=-/etc/{name}/secrets.env
 ReadWritePaths=/run/{name}
 {_log_folder(log, name)}{pinned}ExecStart={exec_line(argv)}
 # reload: a successor takes over at once, this one finishes its streams. (restart: new requests
-# wait in the socket until the streams of this one are done.)
-ExecReload=/bin/kill -USR2 $MAINPID
+# wait in the socket until the streams of this one are done.) The shell's own kill: /bin/kill is a
+# package that small systems do not have.
+ExecReload=/bin/sh -c 'kill -USR2 $MAINPID'
 Restart=always
 RestartSec=1
 KillMode=mixed
