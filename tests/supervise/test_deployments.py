@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from supervise.test_outlive import TREE, Up, wait
+from supervise.test_outlive import PYTHONPATH, TREE, Up, wait
 from supervise.world import Running, deployment, engine
 from zenlaunch import child, commands, control, deployments, detach
 from zenlaunch.cpuset import CpuSet
@@ -290,7 +290,7 @@ def test_a_detached_one_is_waited_for_and_ended(tmp_path: Path) -> None:
     argv = [sys.executable, str(HERE / "up.py"), str(tmp_path), "far"]
     socket_path = tmp_path / "far/control.sock"
     seen: list[str] = []
-    environ = dict(os.environ) | {"PYTHONPATH": str(HERE.parent)}
+    environ = dict(os.environ) | {"PYTHONPATH": PYTHONPATH}
 
     def start(*words: str, to: str = "out") -> subprocess.Popen[bytes]:
         return detach.start([*argv, *words], output=tmp_path / to, environ=environ)
