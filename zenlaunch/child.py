@@ -107,6 +107,16 @@ def marker_of(pid: int) -> str | None:
     return marks_of(pid)[0]
 
 
+def has_environment(pid: int) -> bool:
+    """Say whether a process has an environment, or may have: not where it was overwritten."""
+    try:
+        return b"=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process began, in clock ticks since boot; None when it is gone."""
     fields = _stat(pid)

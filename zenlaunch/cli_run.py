@@ -337,9 +337,10 @@ def restart(
             print(f"restarted: {done_name}", flush=True)
         return
     before = _ask(name, {"do": "status"})["status"]
-    counts = {row["name"]: row["restarts"] for row in _members(before)}
-    if member is not None and member not in counts:
-        raise LaunchError(f"there is no {member!r} in {name}", hint=f"one of {', '.join(counts)}")
+    # Not by the count of restarts: one that is tried again anyway has been counted already.
+    pids = {row["name"]: row["pid"] for row in _members(before)}
+    if member is not None and member not in pids:
+        raise LaunchError(f"there is no {member!r} in {name}", hint=f"one of {', '.join(pids)}")
     if rolling:
         _ask(name, {"do": "roll"})
         names = [row["name"] for row in before["instances"]]
@@ -349,14 +350,14 @@ def restart(
     while True:
         now = _ask(name, {"do": "status"})["status"]
         rows = {row["name"]: row for row in _members(now)}
-        failed = now["rolling_failed"] or next(
-            (n for n in names if rows[n]["state"] == "failed"), None
-        )
+        failed = next((n for n in names if rows[n]["state"] == "failed"), None)
+        if rolling:
+            failed = now["rolling_failed"] or failed
         if failed:
             raise LaunchError(
                 f"{failed} did not become ready again", hint=f"zenlaunch logs {failed}"
             )
-        done = all(rows[n]["state"] == "ready" and rows[n]["restarts"] > counts[n] for n in names)
+        done = all(rows[n]["state"] == "ready" and rows[n]["pid"] != pids[n] for n in names)
         if done and not now["rolling"]:
             print(f"restarted: {', '.join(names)}")
             return

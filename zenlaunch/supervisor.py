@@ -186,6 +186,7 @@ class Supervisor:
         """Restart all instances one after the other; returns whether that began."""
         if self._system.rolling or self._system.exit_code is not None:
             return False
+        self.rolling_failed = None
         self._inbox.put_nowait(lc.Roll(tuple(s.name for s in self.deployment.instances)))
         return True
 
@@ -478,8 +479,19 @@ class Supervisor:
         self._inbox.put_nowait(lc.Drained(name))
 
     async def _resume(self, name: str) -> None:
-        if self._admin is not None and self._system.proxy_serves:
-            await self._admin.post(f"/zenlaunch/upstreams/{name}/resume")
+        """Have the proxy use a member again, for as long as both are there.
+
+        A proxy that does not answer now (stopped, say) may still hold it for drained.
+        """
+        while (
+            self._admin is not None
+            and self._system.proxy_serves
+            and self._system.member(name).state in lc.SERVING
+        ):
+            answer = await self._admin.post(f"/zenlaunch/upstreams/{name}/resume")
+            if answer is not None:
+                return
+            await asyncio.sleep(1.0)
 
 
 def _allow_files(count: int) -> None:

@@ -241,6 +241,72 @@ def test_leftovers_without_an_environment_are_known_by_their_session(tmp_path: P
         sleeper.wait()
 
 
+@pytest.mark.parametrize("leader", ["alive", "gone"])
+def test_a_session_whose_number_was_given_out_again_is_left_alone(
+    tmp_path: Path, leader: str
+) -> None:
+    """Somebody logs in after a SIGKILL, and his shell gets the number that a shim had."""
+    code = (
+        "import os, time\n"
+        "pid = os.fork()\n"
+        "if pid: print(pid, flush=True)\n"
+        "while True: time.sleep(3600)"
+    )
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert stranger.stdout is not None
+    below = int(stranger.stdout.readline())
+    try:
+        claim = deployments.claim(tmp_path, "a", [spec()])
+        began = child.start_time(stranger.pid)
+        assert began is not None
+        claim._state["sessions"][str(stranger.pid)] = began - 1
+        claim._write()
+        os.close(claim._lock_fd)  # as a SIGKILL does
+        if leader == "gone":
+            stranger.kill()
+            stranger.wait()
+        left = {one.pid for one in deployments.leftovers(tmp_path)}
+        assert not left & {stranger.pid, below}
+    finally:
+        os.kill(below, signal.SIGKILL)
+        stranger.kill()
+        stranger.wait()
+        stranger.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "\xff\x00", "[" * 5000, '{"pid": 1}',
+     '{"pid": 1, "boot_id": "", "url": null, "log_dir": null, "started": 0, "holdings": [],'
+     ' "sessions": []}'],
+)  # fmt: skip
+def test_a_damaged_state_file_hides_nobody_who_runs(tmp_path: Path, text: str) -> None:
+    with deployments.claim(tmp_path, "a", [spec()]) as claim:
+        (claim.folder / "state.json").write_text(text, encoding="latin-1")
+        assert deployments.find(tmp_path, "a").pid == os.getpid()
+        with pytest.raises(LaunchError, match=rf"'a' is up already \(pid {os.getpid()}\)"):
+            deployments.claim(tmp_path, "a", [spec()])
+    dead(tmp_path, "b").joinpath("state.json").write_text(text, encoding="latin-1")
+    assert deployments.known(tmp_path) == []
+    deployments.end_leftovers(tmp_path)
+    deployments.claim(tmp_path, "b", [spec()]).release()
+
+
+def test_a_runtime_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    old_mask = os.umask(0)
+    try:
+        deployments.claim(root, "a", [spec()]).release()
+    finally:
+        os.umask(old_mask)
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o777)
+    with pytest.raises(LaunchError, match=r"not be in the hands of others: .* has mode drwxrwxrwx"):
+        deployments.claim(root, "a", [spec()])
+
+
 def dead(root: Path, name: str) -> Path:
     """Leave what a deployment whose zenlaunch was killed leaves; returns its folder."""
     claim = deployments.claim(root, name, [spec()])
