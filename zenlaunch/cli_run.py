@@ -131,16 +131,20 @@ def _run_here(
     from zenlaunch.session import Session
     from zenlaunch.up import make_deployment, members_of, proxy_url
 
-    for gone in deployments.end_leftovers(folders.runtime):
-        console.print(f"ended a leftover of {gone.deployment}: pid {gone.pid} ({gone.command})")
+    ended = deployments.end_leftovers(folders.runtime)
     url = proxy_url(composed.plan)
     members = members_of(name, composed, folders)
     with deployments.claim(folders.runtime, name, members, url=url, log_dir=folders.logs) as claim:
         # After the claim: what it writes belongs to the deployment of this name.
         deployment = make_deployment(name, composed, folders, hangup_stops=not background)
-        console.print(*plan_map(composed.topology, composed.plan), sep="\n")
-        console.print(f"logs in {folders.logs}")
         with UpScreen(composed.plan, console) as screen:
+            for gone in ended:
+                screen.say(
+                    f"ended a leftover of {gone.deployment}: pid {gone.pid} ({gone.command})"
+                )
+            for line in plan_map(composed.topology, composed.plan):
+                screen.say(line)
+            screen.say(f"logs in {folders.logs}")
             session = Session(
                 deployment,
                 claim,
@@ -164,6 +168,7 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
         *(*here[:at], "--background", str(Path.cwd()), *here[at:]),
     ]
     output = folders.logs / "up.log"
+    earlier = output.stat().st_size if output.exists() else 0
     process = background.start(argv, output=output)
     shown: dict[str, str] = {}
 
@@ -174,16 +179,27 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
                 shown[row["name"]] = what
                 console.print(f"{row['name']:<6}{what}")
 
-    code = background.wait_ready(process, folders.runtime / name / "control.sock", on_status=show)
+    which = "" if name == "default" else f" --name {name}"
+    try:
+        code = background.wait_ready(
+            process, folders.runtime / name / "control.sock", on_status=show
+        )
+    except KeyboardInterrupt:
+        console.print(f"it goes on in the background; `zenlaunch down{which}` ends it")
+        raise
     if code is None:
-        which = "" if name == "default" else f" --name {name}"
         console.print(f"{name} is up; `zenlaunch status{which}`, `zenlaunch down{which}`")
         console.print(f"its output goes to {output}")
         return
-    tail = output.read_text(errors="replace").splitlines()[-20:]
-    raise LaunchError(
+    with output.open("rb") as file:
+        file.seek(earlier)
+        tail = file.read().decode(errors="replace").splitlines()[-20:]
+    error = LaunchError(
         f"{name} did not come up (exit {code})", log_tail=tuple(tail), hint=f"all of it: {output}"
     )
+    if 0 < code < 128:
+        error.exit_code = code  # as `up` in the foreground would have ended
+    raise error
 
 
 @takes_proxy_wishes

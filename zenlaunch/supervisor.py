@@ -258,7 +258,8 @@ class Supervisor:
             self.deployment.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise LaunchError(
-                f"cannot make the folder {self.deployment.log_dir}: {e.strerror}"
+                f"cannot make the folder {self.deployment.log_dir}: {e.strerror}",
+                hint="set XDG_STATE_HOME to a folder that you may write",
             ) from e
         for log in self._logs.values():
             with contextlib.suppress(OSError):

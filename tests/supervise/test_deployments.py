@@ -21,6 +21,7 @@ from zenlaunch import child, commands, control, deployments, detach
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError
 from zenlaunch.lifecycle import State
+from zenlaunch.logs import LogFile
 from zenlaunch.spec import LaunchSpec
 
 HERE = Path(__file__).parent
@@ -167,11 +168,16 @@ def test_nonsense_on_the_control_socket_is_answered(tmp_path: Path) -> None:
             return request
 
         async with control.control(tmp_path / "c", handle):
-            for line in (b"{\n", b"[]\n", b"\xff\n"):
+            for line in (b"{\n", b"[]\n", b"\xff\n", b"[" * 50_000 + b"\n"):
                 reader, writer = await asyncio.open_unix_connection(tmp_path / "c")
                 writer.write(line)
                 assert json.loads(await reader.readline())["ok"] is False
                 writer.close()
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "c")
+            writer.write(b"x" * 1_000_000)
+            with pytest.raises(ConnectionResetError):  # a line without an end has no answer
+                await reader.read()
+            writer.close()
             with socket.socket(socket.AF_UNIX) as silent:  # one who says nothing holds nobody up
                 silent.connect(str(tmp_path / "c"))
                 answer = await asyncio.to_thread(control.ask, tmp_path / "c", {"a": 1})
@@ -200,6 +206,22 @@ def test_a_log_is_followed_over_a_rotation(tmp_path: Path) -> None:
     assert list(lines) == []
     with pytest.raises(LaunchError, match="cannot read"):
         list(control.follow(tmp_path / "no.log"))
+
+
+def test_no_line_of_a_log_is_lost_over_rotations(tmp_path: Path) -> None:
+    """A writer that rotates all the time: what it wrote just before is read all the same."""
+    log = LogFile(tmp_path / "i0.log", most_bytes=1000, keep=200)
+    log.write(b"0\n")
+    lines = control.follow(log.path, stop=lambda: False)
+    assert next(lines) == "0"
+    for first in range(1, 2000, 100):
+        # The follower has read to the end of the file that is now written to, and then moved.
+        log.write(b"".join(b"%d\n" % n for n in range(first, first + 50)))
+        log.rotate()
+        log.write(b"".join(b"%d\n" % n for n in range(first + 50, first + 100)))
+        assert [int(next(lines)) for _ in range(100)] == list(range(first, first + 100))
+    lines.close()
+    log.close()
 
 
 def test_leftovers_of_a_killed_zenlaunch_are_found_and_ended(tmp_path: Path) -> None:
