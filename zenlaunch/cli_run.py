@@ -315,6 +315,7 @@ def logs(
     """Print the last lines of an instance's log."""
     from zenlaunch import control, units
     from zenlaunch.up import choose_folders
+    from zenlaunch.values import for_terminal
 
     if (under := _units(name)) is not None:
         command = units.log_command(under, member, lines=lines, follow=follow)
@@ -327,8 +328,9 @@ def logs(
     if not _is_up(name):
         print(f"{name} is not up: this is the log of an earlier run", file=sys.stderr)
     stop = (lambda: False) if follow else None
+    show = for_terminal if sys.stdout.isatty() else str
     for line in control.follow(path, last=lines, stop=stop):
-        write_line(line)
+        write_line(show(line))
 
 
 def restart(

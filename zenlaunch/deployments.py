@@ -34,6 +34,7 @@ METRICS_FILE = "instances.prom"
 # What a deployment keeps in its folder beside the lock. Only who holds the lock may remove it.
 _FILES = (
     "state.json", "state.json.new", "control.sock", "proxy.sock", "upstream.key", METRICS_FILE,
+    f"{METRICS_FILE}.new",
 )  # fmt: skip
 
 

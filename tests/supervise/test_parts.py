@@ -16,6 +16,7 @@ from zenlaunch import checks, compiled, crash
 from zenlaunch.blot import argv_without, is_secret, secrets_of
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.logs import TAIL_CHARS, Lines, LogFile
+from zenlaunch.values import for_terminal
 
 
 def test_lines_are_cut_and_the_rest_is_kept() -> None:
@@ -88,6 +89,19 @@ def test_a_secret_in_a_line_without_an_end_is_never_in_two_pieces(size: int) -> 
     assert raw.count(b"***") == 11
     assert not set(b"0123456789") & set(raw)
     assert raw.count(b"x") == 11 * size
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("plain\tword é", "plain   word é"),
+        ("\x1b[31mred\x1b[0m and \x1b[1;4mbold", "\x1b[31mred\x1b[0m and \x1b[1;4mbold\x1b[0m"),
+        ("\x1b[2Jwiped\x1b]0;title\x07\x00", "·[2Jwiped·]0;title··"),
+        ("cut \x1b[3", "cut ·[3"),
+    ],
+)
+def test_a_line_of_a_log_does_nothing_to_a_terminal(line: str, shown: str) -> None:
+    assert for_terminal(line) == shown
 
 
 def test_the_last_lines_are_kept_short() -> None:
