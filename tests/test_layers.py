@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "zenlaunch"
 # Bottom to top; a module may import from lower rows only (and from its own room, row 0 excepted).
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
-    ("values",),
+    ("values", "blot"),
     ("saved", "yaml_text"),
     ("topology", "config", "binding"),
     ("same_machine",),
@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 PURE = {
     "errors", "cpuset", "values", "saved", "topology", "binding", "memory", "pools", "split",
-    "plan", "spec", "lifecycle", "same_machine", "proxy_command",
+    "plan", "spec", "lifecycle", "same_machine", "proxy_command", "blot",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
     "proxy.progress", "proxy.retry", "proxy.routes", "proxy.sse",
 }  # fmt: skip
