@@ -217,6 +217,9 @@ class Engine(asyncio.Protocol):
 
         end = do.get("end", "done")
         for payload in payloads:
+            if do.get("extra") and payload is payloads[-1]:
+                opening += frame(payload)  # all of it at once: later bytes could be an answer
+                break
             if do.get("stamp"):
                 payload = event(0, repr(time.monotonic()), chat)
             if do.get("split") and len(payload) > 3:

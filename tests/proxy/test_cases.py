@@ -522,6 +522,8 @@ def test_14_a_request_that_must_wait_for_one_instance_holds_up_nobody_else(
     both[victim].start()
     until(lambda: door.request("POST", "/v1/completions", {}).status == 200)
     assert door.status()["queued"] == 1, "it may not go back to where it failed"
+    for client in clients.values():
+        client.reset()
 
 
 def test_29_fast_failures_attract_nobody(engines: Start, proxy: Start) -> None:
