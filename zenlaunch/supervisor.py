@@ -18,7 +18,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zenlaunch import checks, compiled
@@ -391,7 +391,8 @@ class Supervisor:
                 failed = new.state in (State.BACKOFF, State.FAILED)
                 stopped_by_itself = old.state in (*lc.SERVING, State.STARTING)
                 if failed or stopped_by_itself or old.doomed:
-                    self._tell_failure(old, new, now)
+                    ends_all = before.exit_code is None and self._system.exit_code is not None
+                    self._tell_failure(old, new, now, ends_all=ends_all)
             if new.state is not old.state:
                 self._emit(
                     StateChanged(
@@ -423,13 +424,12 @@ class Supervisor:
                 self._waiting[member.name] = reason
                 self._emit(Waiting(name=member.name, reason=reason))
 
-    def _tell_failure(self, old: Member, new: Member, now: float) -> None:
-        failure = self._runs[new.name].failure(old, new, now)
+    def _tell_failure(self, old: Member, new: Member, now: float, *, ends_all: bool) -> None:
+        failure = replace(self._runs[new.name].failure(old, new, now), ends_all=ends_all)
         self._emit(failure)
-        if new.state is State.FAILED and self._error is None:
+        if ends_all:
             self._error = _as_error(failure, new)
-            if self._system.exit_code is not None:
-                self._emit(Stopping(why=failure.message))
+            self._emit(Stopping(why=failure.message))
 
     # -- runs --------------------------------------------------------
 

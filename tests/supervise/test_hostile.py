@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -107,6 +108,40 @@ def test_two_that_start_together_do_not_both_take_the_last_memory(tmp_path: Path
             outcome = await r.outcome()
             assert outcome.error is not None
             assert "claimed by others that start" in outcome.error.message
+
+    go(scene())
+
+
+def test_one_that_was_given_up_is_no_reason_for_what_ends_all_later(tmp_path: Path) -> None:
+    async def scene() -> None:
+        specs = [engine("i0"), engine("i1")]
+        policy = {"restart_tries": 1}
+        async with Running(deployment(tmp_path, *specs, policy=policy)) as r:
+            await r.all_ready()
+
+            async def give_up(name: str) -> events.Failed:
+                row = next(m for m in r.supervisor.status() if m.name == name)
+                seen = len(r.of(events.Failed, name))
+                with socket.socket() as other:
+                    assert row.pid is not None
+                    os.kill(row.pid, signal.SIGKILL)
+                    await r.until(lambda: len(r.of(events.Failed, name)) > seen)
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    other.bind(("127.0.0.1", row.port))
+                    other.listen()
+                    await r.until(lambda: len(r.of(events.Failed, name)) > seen + 1)
+                failed: events.Failed = r.of(events.Failed, name)[-1]
+                return failed
+
+            assert not (await give_up("i0")).ends_all
+            r.supervisor.restart("i0")
+            await r.until(lambda: r.supervisor.status()[0].state is State.READY)
+            assert not (await give_up("i1")).ends_all
+            last = await give_up("i0")
+            assert last.ends_all
+            outcome = await r.outcome()
+            assert outcome.error is not None
+            assert outcome.error.message == last.message
 
     go(scene())
 
