@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from zenlaunch.errors import LaunchError
 
 ANSWER_BYTES = 4 << 20
+SILENCE_S = 30.0
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -38,7 +39,9 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
         assert task is not None
         tasks.add(task)
         try:
-            answer = await _answer(await reader.readline(), handler)
+            async with asyncio.timeout(SILENCE_S):  # who says nothing keeps no file open for ever
+                line = await reader.readline()
+            answer = await _answer(line, handler)
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
         except (OSError, ValueError, asyncio.CancelledError):

@@ -43,6 +43,7 @@ from zenlaunch.logs import LogFile
 from zenlaunch.runs import Run, Surroundings
 from zenlaunch.spec import LaunchSpec
 
+PLENTY_OF_FILES = 4096
 LATE_S = 2.0
 LISTEN_S = 3.0
 SIGNAL_EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -501,14 +502,15 @@ def _allow_files(count: int) -> None:
     Without a file to open neither an engine can be started nor its health be asked for.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
+    limited = hard != resource.RLIM_INFINITY
+    if limited and hard < count:
         raise LaunchError(
             f"{hard} open files are allowed here, and this needs about {count}",
             hint="raise the limit: `ulimit -Hn`, LimitNOFILE= of a unit, docker --ulimit nofile",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    plenty = min(PLENTY_OF_FILES, hard) if limited else PLENTY_OF_FILES
+    if soft != resource.RLIM_INFINITY and soft < max(count, plenty):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(count, plenty), hard))
 
 
 def _as_error(failure: Failed, member: Member) -> ZenlaunchError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -159,8 +160,6 @@ def test_time_in_which_zenlaunch_was_stopped_is_no_evidence(tmp_path: Path) -> N
 
 
 def test_the_limit_of_open_files_is_raised_or_named(tmp_path: Path) -> None:
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def scene() -> None:
@@ -174,3 +173,24 @@ def test_the_limit_of_open_files_is_raised_or_named(tmp_path: Path) -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_time_without_a_file_to_open_is_survived(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scene() -> None:
+        async with Running(deployment(tmp_path, engine("i0"))) as r:
+            await r.all_ready()
+            pid = r.supervisor.status()[0].pid
+            assert pid is not None
+            open_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files - 3, hard))
+            try:
+                os.kill(pid, signal.SIGKILL)
+                await r.until(lambda: len(r.of(events.Failed)) > 1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert r.of(events.Failed)[1].how.endswith("Too many open files")
+            await r.until(lambda: r.supervisor.status()[0].state is State.READY)
+
+    go(scene())
