@@ -272,7 +272,7 @@ class Child:
             raise
         if error is not None:
             await self.gone.wait()
-            raise LaunchError(f"{name} cannot be started: {error}")
+            raise LaunchError(error)
         return self
 
     def signal(self, number: int) -> None:

@@ -30,8 +30,6 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
 
     A ZenlaunchError of the handler is told to the caller; the message alone of any other.
     """
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,6 +52,7 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
     with contextlib.ExitStack() as stack:
         old_mask = os.umask(0o177)
         try:
+            path.unlink(missing_ok=True)
             server_socket.bind(stack.enter_context(_reachable(path)))
         except OSError as e:
             server_socket.close()
@@ -90,7 +89,7 @@ async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
         return {"ok": True} | await handler(request)
     except LaunchError as e:
         return {"ok": False, "error": e.message, "hint": e.hint}
-    except (ValueError, KeyError, RecursionError) as e:
+    except (ValueError, KeyError, RuntimeError) as e:  # too deep; no thread to be had
         return {"ok": False, "error": f"cannot do that: {e}", "hint": None}
     except OSError as e:  # of our own: a limit of open files, say
         return {"ok": False, "error": f"cannot do that now: {e.strerror or e}", "hint": None}

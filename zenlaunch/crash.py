@@ -88,7 +88,7 @@ def write_report(
         numbers = sorted(
             int(number)
             for number in (p.name.rpartition("-")[2] for p in folder.glob(f"{spec.name}-crash-*"))
-            if number.isdigit()
+            if number.isdecimal()
         )
     except OSError:
         return None

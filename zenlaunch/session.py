@@ -94,7 +94,11 @@ class Session:
 
     async def _prove(self, event: events.BecameReady) -> None:
         spec = self._specs[event.name]
-        proof = await self._proof(spec, event)
+        try:
+            proof = await self._proof(spec, event)
+        except (OSError, RuntimeError) as e:  # no file or no thread to be had
+            self._screen.say(f"warning  {event.name} could not be looked at: {e}", "yellow")
+            return
         if self._ready.get(event.name) is not event:  # it has ended meanwhile
             return
         self._placement.proved(event.name, proof)
@@ -120,7 +124,10 @@ class Session:
             await asyncio.sleep(self._look_every_s)
             for name, event in list(self._ready.items()):
                 spec = self._specs[name]
-                look = await asyncio.to_thread(observe.look, spec, event.pid)
+                try:
+                    look = await asyncio.to_thread(observe.look, spec, event.pid)
+                except (OSError, RuntimeError):  # no file or no thread now: the next look tells
+                    continue
                 if self._ready.get(name) is not event:
                     continue
                 worse = self._placement.looked(name, look)
