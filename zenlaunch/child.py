@@ -151,9 +151,9 @@ def become_subreaper() -> bool:
     return bool(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
-def _cannot_start(name: str, error: OSError) -> LaunchError:
+def _cannot_start(error: OSError) -> LaunchError:
     return LaunchError(
-        f"{name} cannot be started: {error.strerror}",
+        f"the kernel gives no process or no file for it: {error.strerror}",
         hint="limits: `ulimit -n` of open files, `ulimit -u` of processes, pids.max of the cgroup",
     )
 
@@ -211,7 +211,7 @@ class Child:
         try:
             ours, theirs = socket.socketpair()
         except OSError as e:
-            raise _cannot_start(name, e) from e
+            raise _cannot_start(e) from e
         # From the spawn on there must be no way out that forgets the shim: so this comes first.
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -224,7 +224,7 @@ class Child:
         except OSError as e:
             self._writer.close()
             theirs.close()
-            raise _cannot_start(name, e) from e
+            raise _cannot_start(e) from e
         with contextlib.suppress(OSError):  # above the limit of an unprivileged user
             fcntl.fcntl(out_r, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         # The program's environment goes over the socket, not through the shim: preloaded libraries
@@ -244,7 +244,7 @@ class Child:
         except OSError as e:
             self._writer.close()
             os.close(out_r)
-            raise _cannot_start(name, e) from e
+            raise _cannot_start(e) from e
         finally:
             theirs.close()
             os.close(out_w)
@@ -272,7 +272,7 @@ class Child:
             raise
         if error is not None:
             await self.gone.wait()
-            raise LaunchError(f"{name} cannot be started: {error}")
+            raise LaunchError(error)
         return self
 
     def signal(self, number: int) -> None:
@@ -299,7 +299,10 @@ class Child:
             async with asyncio.timeout(SHIM_PATIENCE_S):
                 await self.gone.wait()
         except TimeoutError:
-            for pid in (*tree(self.shim_pid)[1:], self.shim_pid):
+            below: list[int] = []
+            with contextlib.suppress(OSError):
+                below = tree(self.shim_pid)[1:]
+            for pid in (*below, self.shim_pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -364,7 +367,11 @@ async def end_orphans(session: int, marker: str) -> None:
     pause_s = 0.005
     sweep_until = time.monotonic() + SWEEP_S
     while True:
-        rows = processes()
+        try:
+            rows = processes()
+        except OSError:  # a limit of open files: what cannot be seen now is there all the same
+            await asyncio.sleep(0.5)
+            continue
         ours = os.getpid()
         own_session = os.getsid(0)
         roots = [

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from zenlaunch.errors import LaunchError
 
 ANSWER_BYTES = 4 << 20
+SILENCE_S = 30.0
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -29,8 +30,6 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
 
     A ZenlaunchError of the handler is told to the caller; the message alone of any other.
     """
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +37,9 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
         assert task is not None
         tasks.add(task)
         try:
-            answer = await _answer(await reader.readline(), handler)
+            async with asyncio.timeout(SILENCE_S):  # who says nothing keeps no file open for ever
+                line = await reader.readline()
+            answer = await _answer(line, handler)
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
         except (OSError, ValueError, asyncio.CancelledError):
@@ -51,6 +52,7 @@ async def control(path: Path, handler: Handler) -> AsyncIterator[None]:
     with contextlib.ExitStack() as stack:
         old_mask = os.umask(0o177)
         try:
+            path.unlink(missing_ok=True)
             server_socket.bind(stack.enter_context(_reachable(path)))
         except OSError as e:
             server_socket.close()
@@ -87,7 +89,7 @@ async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
         return {"ok": True} | await handler(request)
     except LaunchError as e:
         return {"ok": False, "error": e.message, "hint": e.hint}
-    except (ValueError, KeyError, RecursionError) as e:
+    except (ValueError, KeyError, RuntimeError) as e:  # too deep; no thread to be had
         return {"ok": False, "error": f"cannot do that: {e}", "hint": None}
     except OSError as e:  # of our own: a limit of open files, say
         return {"ok": False, "error": f"cannot do that now: {e.strerror or e}", "hint": None}

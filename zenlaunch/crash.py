@@ -84,11 +84,14 @@ def write_report(
 
     `facts` go into report.json as they are. Only the last few reports of an instance are kept.
     """
-    numbers = sorted(
-        int(p.name.rpartition("-")[2])
-        for p in folder.glob(f"{spec.name}-crash-*")
-        if p.name.rpartition("-")[2].isdigit()
-    )
+    try:
+        numbers = sorted(
+            int(number)
+            for number in (p.name.rpartition("-")[2] for p in folder.glob(f"{spec.name}-crash-*"))
+            if number.isdecimal()
+        )
+    except OSError:
+        return None
     report = folder / f"{spec.name}-crash-{numbers[-1] + 1 if numbers else 1}"
     secrets = secrets_of(environ, spec.argv)
     data = {

@@ -74,7 +74,8 @@ class Failed:
 
     `what` is "died", "was ended" (by us, since it could not recover) or "was not started", `how`
     "exit 1", "SIGKILL" or the reason. `retry_s` is when the next try comes; None: no more.
-    `report` is the folder of the crash report.
+    `ends_all` is whether the whole deployment ends for it. `report` is the folder of the crash
+    report.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Failed:
     log_tail: tuple[str, ...]
     retry_s: float | None
     report: Path | None
+    ends_all: bool = False
 
     @property
     def message(self) -> str:

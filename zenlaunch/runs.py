@@ -8,6 +8,7 @@ comes next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -200,6 +201,8 @@ class Run:
             await self._until_gone(self.child, watching)
         except LaunchError as e:
             self._refused, self._refused_hint = e.message, e.hint
+        except OSError as e:
+            self._refused = f"zenlaunch could not look at the machine: {e.strerror or e}"
         finally:
             if watching is not None:
                 watching.cancel()
@@ -300,7 +303,9 @@ class Run:
         spec, post = self.spec, self._around.post
         await watch.until_ready(spec, self._http, any_answer=self._any_answer)
         # All below the shim: a listener that was forked twice is no child of the main process.
-        other = checks.foreign_listener(spec.port, tree(child.shim_pid))
+        other = None
+        with contextlib.suppress(OSError):
+            other = checks.foreign_listener(spec.port, tree(child.shim_pid))
         if other is not None:
             reason = (
                 f"port {spec.port} is answered by another process, pid {other} "

@@ -86,10 +86,12 @@ class UpScreen:
                 self._set(name, f"ready    {seconds:.0f} s")
             case events.Failed():
                 self._set(event.name, "failed")
-                if not event.starting or event.retry_s is not None:
-                    self.say(event.message, "bold red")  # else it ends `up`, and is its error
+                if not (event.starting and event.ends_all):
+                    self.say(event.message, "bold red")  # else it is what `up` ends with
                 if event.retry_s is not None:
                     self.say(f"  again in {event.retry_s:.0f} s", "dim")
+                elif not event.ends_all:
+                    self.say(f"  given up; `zenlaunch restart {event.name}` tries again", "dim")
             case events.StateChanged(name=name, state=state) if state in _QUIET_STATES:
                 self._since.pop(name, None)
                 self._set(name, state.value)

@@ -47,11 +47,12 @@ class Session:
         self._ready: dict[str, events.BecameReady] = {}
         self._placement = Placement(self._specs)
         self._held: list[Supervisor] = []
-        self._cut_off = False
+        self._told: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> events.Outcome:
         """Run until stopped or failed."""
+        asyncio.get_running_loop().set_exception_handler(self._on_exception)
         async with control.control(self._claim.control_socket, self._handle):
             watching = asyncio.get_running_loop().create_task(self._watch())
             try:
@@ -61,6 +62,15 @@ class Session:
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, *self._tasks, return_exceptions=True)
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Tell in one line, and once, what the system refuses the loop; the rest is a bug."""
+        error = context.get("exception")
+        if not isinstance(error, OSError):
+            loop.default_exception_handler(context)
+        elif context["message"] not in self._told:
+            self._told.add(context["message"])
+            self._screen.say(f"warning  {context['message']}: {error.strerror}", "yellow")
 
     # -- what happens ------------------------------------------------
 
@@ -84,7 +94,11 @@ class Session:
 
     async def _prove(self, event: events.BecameReady) -> None:
         spec = self._specs[event.name]
-        proof = await self._proof(spec, event)
+        try:
+            proof = await self._proof(spec, event)
+        except (OSError, RuntimeError) as e:  # no file or no thread to be had
+            self._screen.say(f"warning  {event.name} could not be looked at: {e}", "yellow")
+            return
         if self._ready.get(event.name) is not event:  # it has ended meanwhile
             return
         self._placement.proved(event.name, proof)
@@ -110,7 +124,10 @@ class Session:
             await asyncio.sleep(self._look_every_s)
             for name, event in list(self._ready.items()):
                 spec = self._specs[name]
-                look = await asyncio.to_thread(observe.look, spec, event.pid)
+                try:
+                    look = await asyncio.to_thread(observe.look, spec, event.pid)
+                except (OSError, RuntimeError):  # no file or no thread now: the next look tells
+                    continue
                 if self._ready.get(name) is not event:
                     continue
                 worse = self._placement.looked(name, look)
@@ -125,8 +142,8 @@ class Session:
         try:
             self._placement.write(self._claim.metrics_file, self._held[0].restarts)
         except FileNotFoundError:
-            if not self._cut_off:
-                self._cut_off = True
+            if "gone" not in self._told:
+                self._told.add("gone")
                 self._screen.say(
                     f"warning  the runtime folder {self._claim.folder} has gone: no command "
                     f"reaches this deployment any more; `kill {os.getpid()}` ends it",

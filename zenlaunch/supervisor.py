@@ -18,7 +18,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zenlaunch import checks, compiled
@@ -43,6 +43,7 @@ from zenlaunch.logs import LogFile
 from zenlaunch.runs import Run, Surroundings
 from zenlaunch.spec import LaunchSpec
 
+PLENTY_OF_FILES = 4096
 LATE_S = 2.0
 LISTEN_S = 3.0
 SIGNAL_EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -391,7 +392,8 @@ class Supervisor:
                 failed = new.state in (State.BACKOFF, State.FAILED)
                 stopped_by_itself = old.state in (*lc.SERVING, State.STARTING)
                 if failed or stopped_by_itself or old.doomed:
-                    self._tell_failure(old, new, now)
+                    ends_all = before.exit_code is None and self._system.exit_code is not None
+                    self._tell_failure(old, new, now, ends_all=ends_all)
             if new.state is not old.state:
                 self._emit(
                     StateChanged(
@@ -423,13 +425,12 @@ class Supervisor:
                 self._waiting[member.name] = reason
                 self._emit(Waiting(name=member.name, reason=reason))
 
-    def _tell_failure(self, old: Member, new: Member, now: float) -> None:
-        failure = self._runs[new.name].failure(old, new, now)
+    def _tell_failure(self, old: Member, new: Member, now: float, *, ends_all: bool) -> None:
+        failure = replace(self._runs[new.name].failure(old, new, now), ends_all=ends_all)
         self._emit(failure)
-        if new.state is State.FAILED and self._error is None:
+        if ends_all:
             self._error = _as_error(failure, new)
-            if self._system.exit_code is not None:
-                self._emit(Stopping(why=failure.message))
+            self._emit(Stopping(why=failure.message))
 
     # -- runs --------------------------------------------------------
 
@@ -501,14 +502,15 @@ def _allow_files(count: int) -> None:
     Without a file to open neither an engine can be started nor its health be asked for.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
+    limited = hard != resource.RLIM_INFINITY
+    if limited and hard < count:
         raise LaunchError(
             f"{hard} open files are allowed here, and this needs about {count}",
             hint="raise the limit: `ulimit -Hn`, LimitNOFILE= of a unit, docker --ulimit nofile",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    plenty = min(PLENTY_OF_FILES, hard) if limited else PLENTY_OF_FILES
+    if soft != resource.RLIM_INFINITY and soft < max(count, plenty):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(count, plenty), hard))
 
 
 def _as_error(failure: Failed, member: Member) -> ZenlaunchError:

@@ -208,6 +208,22 @@ def test_a_log_is_followed_over_a_rotation(tmp_path: Path) -> None:
         list(control.follow(tmp_path / "no.log"))
 
 
+def test_what_is_in_the_way_of_the_control_socket_is_named(tmp_path: Path) -> None:
+    async def scene(path: Path) -> None:
+        async def handle(request: dict[str, Any]) -> dict[str, Any]:
+            return request
+
+        async with control.control(path, handle):
+            pass
+
+    (tmp_path / "control.sock").mkdir()
+    for path in (tmp_path / "control.sock", tmp_path / "no/control.sock"):
+        with pytest.raises(LaunchError, match=f"cannot make the control socket {path}"):
+            asyncio.run(scene(path))
+    (tmp_path / "stale").touch()
+    asyncio.run(scene(tmp_path / "stale"))
+
+
 def test_no_line_of_a_log_is_lost_over_rotations(tmp_path: Path) -> None:
     """A writer that rotates all the time: what it wrote just before is read all the same."""
     log = LogFile(tmp_path / "i0.log", most_bytes=1000, keep=200)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -111,6 +113,40 @@ def test_two_that_start_together_do_not_both_take_the_last_memory(tmp_path: Path
     go(scene())
 
 
+def test_one_that_was_given_up_is_no_reason_for_what_ends_all_later(tmp_path: Path) -> None:
+    async def scene() -> None:
+        specs = [engine("i0"), engine("i1")]
+        policy = {"restart_tries": 1}
+        async with Running(deployment(tmp_path, *specs, policy=policy)) as r:
+            await r.all_ready()
+
+            async def give_up(name: str) -> events.Failed:
+                row = next(m for m in r.supervisor.status() if m.name == name)
+                seen = len(r.of(events.Failed, name))
+                with socket.socket() as other:
+                    assert row.pid is not None
+                    os.kill(row.pid, signal.SIGKILL)
+                    await r.until(lambda: len(r.of(events.Failed, name)) > seen)
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    other.bind(("127.0.0.1", row.port))
+                    other.listen()
+                    await r.until(lambda: len(r.of(events.Failed, name)) > seen + 1)
+                failed: events.Failed = r.of(events.Failed, name)[-1]
+                return failed
+
+            assert not (await give_up("i0")).ends_all
+            r.supervisor.restart("i0")
+            await r.until(lambda: r.supervisor.status()[0].state is State.READY)
+            assert not (await give_up("i1")).ends_all
+            last = await give_up("i0")
+            assert last.ends_all
+            outcome = await r.outcome()
+            assert outcome.error is not None
+            assert outcome.error.message == last.message
+
+    go(scene())
+
+
 def test_time_in_which_zenlaunch_was_stopped_is_no_evidence(tmp_path: Path) -> None:
     """Ctrl-Z while it starts, `fg` after the time it may take: the engine is ready by then."""
     up = Up(tmp_path, "--ready-after", "1", start_timeout_s=2.0)
@@ -124,8 +160,6 @@ def test_time_in_which_zenlaunch_was_stopped_is_no_evidence(tmp_path: Path) -> N
 
 
 def test_the_limit_of_open_files_is_raised_or_named(tmp_path: Path) -> None:
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def scene() -> None:
@@ -139,3 +173,24 @@ def test_the_limit_of_open_files_is_raised_or_named(tmp_path: Path) -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_time_without_a_file_to_open_is_survived(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scene() -> None:
+        async with Running(deployment(tmp_path, engine("i0"))) as r:
+            await r.all_ready()
+            pid = r.supervisor.status()[0].pid
+            assert pid is not None
+            open_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files - 3, hard))
+            try:
+                os.kill(pid, signal.SIGKILL)
+                await r.until(lambda: len(r.of(events.Failed)) > 1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert r.of(events.Failed)[1].how.endswith("Too many open files")
+            await r.until(lambda: r.supervisor.status()[0].state is State.READY)
+
+    go(scene())

@@ -204,6 +204,7 @@ def test_exit_0_is_a_failure_and_the_limit_of_restarts_ends_it(tmp_path: Path) -
         assert [f.how for f in failures] == ["exit 0"] * 3
         assert failures[0].retry_s is not None
         assert failures[-1].retry_s is None
+        assert [f.ends_all for f in failures] == [False, False, True]
         assert left_of("test/") == []
 
     go(scene())
