@@ -282,7 +282,7 @@ def test_bad_values_are_named(path: str) -> None:
 
 TEXTS = ["model", "engine.name", "engine.python", "engine.version", "split.nodes", "split.cpus",
          "memory.kv_cache", "memory.weights", "memory.overhead", "memory.margin", "proxy.listen",
-         "proxy.api_keys_file", "proxy.access_log"]  # fmt: skip
+         "proxy.api_keys_file", "proxy.admin_keys_file", "proxy.access_log"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", TEXTS)
@@ -310,7 +310,8 @@ def test_texts_in_lists_and_mappings(text: str) -> None:
 
 TIMES = ["engine.start_timeout_s", "engine.drain_s", "engine.look_every_s",
          "proxy.connect_timeout_s", "proxy.first_byte_timeout_s", "proxy.gap_timeout_s",
-         "proxy.keep_alive_s", "proxy.queue_timeout_s", "proxy.sse_keepalive_s"]  # fmt: skip
+         "proxy.keep_alive_s", "proxy.queue_timeout_s", "proxy.sse_keepalive_s",
+         "proxy.hang_s"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", TIMES)

@@ -31,7 +31,9 @@ proxy:
   max_in_flight: 9
   max_in_flight_per_upstream: 10
   max_queued: 11
+  hang_s: 12
   api_keys_file: /keys
+  admin_keys_file: /admins
   trusted_peers: [10.0.0.0/8, 192.168.0.0/16]
   access_log: "-"
 """
@@ -60,10 +62,10 @@ def test_every_key_arrives() -> None:
         found.connect_timeout_s, found.first_byte_timeout_s, found.gap_timeout_s,
         found.keep_alive_s, found.queue_timeout_s, found.sse_keepalive_s,
         found.max_body_bytes >> 20, found.body_budget_bytes >> 20, found.max_in_flight,
-        found.max_in_flight_per_upstream, found.max_queued,
+        found.max_in_flight_per_upstream, found.max_queued, found.hang_s,
     )  # fmt: skip
-    assert numbers == tuple(range(1, 12))
-    assert found.api_keys_file == Path("/keys")
+    assert numbers == tuple(range(1, 13))
+    assert (found.api_keys_file, found.admin_keys_file) == (Path("/keys"), Path("/admins"))
     assert found.trusted_peers == ("10.0.0.0/8", "192.168.0.0/16")
     assert found.access_log == Path("-")
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "zenlaunch"
 # Bottom to top; a module may import from lower rows only (and from its own room, row 0 excepted).
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "cpuset", "__init__"),
-    ("values",),
+    ("values", "blot"),
     ("saved", "yaml_text"),
     ("topology", "config", "binding"),
     ("same_machine",),
@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("split", "homes"),
     (
         "plan", "lifecycle", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
-        "proxy.retry", "proxy.routes", "proxy.sse",
+        "proxy.progress", "proxy.retry", "proxy.routes", "proxy.sse",
     ),
     ("engines", "proxy_command"),
     ("render",),
@@ -44,9 +44,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 PURE = {
     "errors", "cpuset", "values", "saved", "topology", "binding", "memory", "pools", "split",
-    "plan", "spec", "lifecycle", "same_machine", "proxy_command",
+    "plan", "spec", "lifecycle", "same_machine", "proxy_command", "blot",
     "engines", "render", "proxy.answers", "proxy.balancer", "proxy.chunks", "proxy.http1",
-    "proxy.retry", "proxy.routes", "proxy.sse",
+    "proxy.progress", "proxy.retry", "proxy.routes", "proxy.sse",
 }  # fmt: skip
 IMPURE = {
     "os", "subprocess", "asyncio", "socket", "time", "logging", "pathlib", "shutil", "tempfile",

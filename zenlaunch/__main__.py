@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 BROKEN_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
 CANNOT_WRITE = 5
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ZenlaunchError as e:
         from zenlaunch.output import make_console, print_error
 
-        print_error(e, make_console(stderr=True))
+        try:
+            print_error(e, make_console(stderr=True))
+        except (OSError, ReaderGoneError):  # the status tells it too
+            _forget(sys.stderr)
         status = e.exit_code
     except KeyboardInterrupt:
         status = 130
@@ -61,14 +65,18 @@ def _cannot_write(error: OSError) -> int:
     """Return the status for an output that takes no more; any other OSError is a bug."""
     if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
         raise error
-    # Python would flush, and complain, once more at exit.
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _forget(sys.stdout)
     if error.errno == errno.EPIPE:
         return BROKEN_PIPE
     with contextlib.suppress(OSError):
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
     return CANNOT_WRITE
+
+
+def _forget(stream: TextIO) -> None:
+    """Have what cannot be written go nowhere: Python would flush, and complain, once more."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

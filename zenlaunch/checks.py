@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import socket
 from collections.abc import Iterable
@@ -19,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zenlaunch.blot import argv_without
 from zenlaunch.sockdiag import bound_inactive
+from zenlaunch.values import printable
 
 _FREE_KEYS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
+ANSWER_BYTES = 16 << 20
 _LISTEN = "0A"
 # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING
 _CLOSING = frozenset({"04", "05", "06", "07", "08", "09", "0B"})
@@ -77,12 +81,13 @@ def listeners(port: int) -> dict[int, int]:
 
 
 def command_of(pid: int) -> str:
-    """Return a process's command line, cut to 80 characters."""
+    """Return a process's command line without secrets, cut to 80 characters."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return "?"
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:80] or "?"
+    words = raw.decode(errors="replace").split("\0")
+    return printable(" ".join(argv_without(words)).strip())[:80] or "?"
 
 
 def _binds(host: str, port: int, *, reuse: bool) -> OSError | None:
@@ -180,7 +185,7 @@ def memory_policy_allowed() -> bool:
 
 
 def metric(text: str, name: str | None) -> float | None:
-    """Sum the samples of one series in Prometheus text; None where it does not occur."""
+    """Sum the samples of one series in Prometheus text; None where it is not, or no number."""
     if name is None:
         return None
     found = False
@@ -192,11 +197,13 @@ def metric(text: str, name: str | None) -> float | None:
                     line.rpartition("}")[2].split()[0] if "}" in line else line.split()[1]
                 )
                 found = True
-    return total if found else None
+    return total if found and math.isfinite(total) else None
 
 
 class Http:
     """One server, asked over TCP or a unix socket; every failure to answer is None.
+
+    So is an answer of more than ANSWER_BYTES: what is asked here has a hundredth of that.
 
     Each question has its own connection, which we close first: what lingers then does so on our
     port, not on the server's, and a cancelled question leaves nothing open.
@@ -246,16 +253,25 @@ async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, str]:
         raise ValueError(f"{first!r} is not HTTP/1")
     status = int(first[9:12])
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = bytearray()
     if "chunked" in fields.get("transfer-encoding", ""):
-        body = b""
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            body += await reader.readexactly(size)
+            body += await _read(reader, size, ANSWER_BYTES - len(body))
             await reader.readexactly(2)
     elif "content-length" in fields:
-        body = await reader.readexactly(int(fields["content-length"]))
+        body += await _read(reader, int(fields["content-length"]), ANSWER_BYTES)
     else:
-        body = await reader.read()
+        while part := await reader.read(1 << 16):
+            body += part
+            if len(body) > ANSWER_BYTES:
+                raise ValueError("the answer is too long")
     return status, body.decode(errors="replace")
+
+
+async def _read(reader: asyncio.StreamReader, size: int, most: int) -> bytes:
+    if size > most:
+        raise ValueError("the answer is too long")
+    return await reader.readexactly(size)
 
 
 def in_flight(status: Any, name: str) -> int | None:

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PIPE_BYTES = 1 << 20  # an engine is not held up by a pause of the event loop
 READ_BYTES = 1 << 18
 SHIM_PATIENCE_S = 5.0
+SWEEP_S = 2.0
 
 _shims: set[int] = set()
 
@@ -105,6 +107,16 @@ def marker_of(pid: int) -> str | None:
     return marks_of(pid)[0]
 
 
+def has_environment(pid: int) -> bool:
+    """Say whether a process has an environment, or may have: not where it was overwritten."""
+    try:
+        return b"=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process began, in clock ticks since boot; None when it is gone."""
     fields = _stat(pid)
@@ -137,6 +149,13 @@ def become_subreaper() -> bool:
     """Make orphans of a killed shim our children; returns whether the kernel agreed."""
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+
+def _cannot_start(name: str, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"{name} cannot be started: {error.strerror}",
+        hint="limits: `ulimit -n` of open files, `ulimit -u` of processes, pids.max of the cgroup",
+    )
 
 
 def describe_status(status: int | None) -> str:
@@ -189,7 +208,10 @@ class Child:
         """
         self = cls(name, marker)
         self._on_output = on_output
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as e:
+            raise _cannot_start(name, e) from e
         # From the spawn on there must be no way out that forgets the shim: so this comes first.
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -197,7 +219,12 @@ class Child:
             ours.close()
             theirs.close()
             raise
-        out_r, out_w = os.pipe()
+        try:
+            out_r, out_w = os.pipe()
+        except OSError as e:
+            self._writer.close()
+            theirs.close()
+            raise _cannot_start(name, e) from e
         with contextlib.suppress(OSError):  # above the limit of an unprivileged user
             fcntl.fcntl(out_r, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         # The program's environment goes over the socket, not through the shim: preloaded libraries
@@ -217,7 +244,7 @@ class Child:
         except OSError as e:
             self._writer.close()
             os.close(out_r)
-            raise LaunchError(f"{name}: cannot start {sys.executable}: {e.strerror}") from e
+            raise _cannot_start(name, e) from e
         finally:
             theirs.close()
             os.close(out_w)
@@ -325,9 +352,17 @@ class Child:
         self._output = -1
 
 
+def _sweeps(pid: int) -> bool:
+    """Say whether a process is Python's resource tracker, which clears /dev/shm (see the shim)."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 async def end_orphans(session: int, marker: str) -> None:
     """SIGKILL and reap what a killed shim has left: its session, its marker, what we adopted."""
     pause_s = 0.005
+    sweep_until = time.monotonic() + SWEEP_S
     while True:
         rows = processes()
         ours = os.getpid()
@@ -347,8 +382,9 @@ async def end_orphans(session: int, marker: str) -> None:
             return
         parents = {r.pid: r.parent for r in rows}
         for pid in doomed:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            if not (_sweeps(pid) and time.monotonic() < sweep_until):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
             if parents.get(pid) == ours:
                 with contextlib.suppress(OSError):
                     os.waitpid(pid, os.WNOHANG)

@@ -6,6 +6,7 @@ Each reads its options, calls the rooms below and prints; `cli` registers them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from zenlaunch.compose import Composed
     from zenlaunch.deployments import Known
     from zenlaunch.events import Outcome
+    from zenlaunch.proxy.options import ProxyOptions
     from zenlaunch.units import Units
     from zenlaunch.up import Folders
 
@@ -131,16 +133,20 @@ def _run_here(
     from zenlaunch.session import Session
     from zenlaunch.up import make_deployment, members_of, proxy_url
 
-    for gone in deployments.end_leftovers(folders.runtime):
-        console.print(f"ended a leftover of {gone.deployment}: pid {gone.pid} ({gone.command})")
+    ended = deployments.end_leftovers(folders.runtime)
     url = proxy_url(composed.plan)
     members = members_of(name, composed, folders)
     with deployments.claim(folders.runtime, name, members, url=url, log_dir=folders.logs) as claim:
         # After the claim: what it writes belongs to the deployment of this name.
         deployment = make_deployment(name, composed, folders, hangup_stops=not background)
-        console.print(*plan_map(composed.topology, composed.plan), sep="\n")
-        console.print(f"logs in {folders.logs}")
         with UpScreen(composed.plan, console) as screen:
+            for gone in ended:
+                screen.say(
+                    f"ended a leftover of {gone.deployment}: pid {gone.pid} ({gone.command})"
+                )
+            for line in plan_map(composed.topology, composed.plan):
+                screen.say(line)
+            screen.say(f"logs in {folders.logs}")
             session = Session(
                 deployment,
                 claim,
@@ -164,6 +170,7 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
         *(*here[:at], "--background", str(Path.cwd()), *here[at:]),
     ]
     output = folders.logs / "up.log"
+    earlier = output.stat().st_size if output.exists() else 0
     process = background.start(argv, output=output)
     shown: dict[str, str] = {}
 
@@ -174,24 +181,42 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
                 shown[row["name"]] = what
                 console.print(f"{row['name']:<6}{what}")
 
-    code = background.wait_ready(process, folders.runtime / name / "control.sock", on_status=show)
+    which = "" if name == "default" else f" --name {name}"
+    try:
+        code = background.wait_ready(
+            process, folders.runtime / name / "control.sock", on_status=show
+        )
+    except KeyboardInterrupt:
+        console.print(f"it goes on in the background; `zenlaunch down{which}` ends it")
+        raise
     if code is None:
-        which = "" if name == "default" else f" --name {name}"
         console.print(f"{name} is up; `zenlaunch status{which}`, `zenlaunch down{which}`")
         console.print(f"its output goes to {output}")
         return
-    tail = output.read_text(errors="replace").splitlines()[-20:]
-    raise LaunchError(
+    with output.open("rb") as file:
+        file.seek(earlier)
+        tail = file.read().decode(errors="replace").splitlines()[-20:]
+    error = LaunchError(
         f"{name} did not come up (exit {code})", log_tail=tuple(tail), hint=f"all of it: {output}"
     )
+    if 0 < code < 128:
+        error.exit_code = code  # as `up` in the foreground would have ended
+    raise error
 
 
 @takes_proxy_wishes
 def proxy(
     ctx: typer.Context,
     upstream: Annotated[
-        list[str], typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.")
-    ],
+        list[str] | None,
+        typer.Option("--upstream", help="URL or NAME=URL of an engine; repeat it.",
+                     show_default=False),
+    ] = None,
+    upstreams_file: Annotated[
+        Path | None,
+        typer.Option("--upstreams-file", show_default=False,
+                     help="A file with one upstream a line, read again on SIGHUP."),
+    ] = None,
     config_file: ConfigFile = None,
     listen: Annotated[
         str | None, typer.Option("--listen", help="HOST:PORT.", show_default=False)
@@ -225,30 +250,38 @@ def proxy(
 ) -> None:  # fmt: skip
     """Run the proxy alone.
 
-    Before engines that somebody else started; each --upstream is one.
+    Before engines that somebody else started: each --upstream, each line of --upstreams-file.
+    SIGHUP reads that file and the keys again; SIGUSR2 puts a new process in the place of this one.
     """
     from zenlaunch.front import proxy_options
     from zenlaunch.notify import listen_fd
+    from zenlaunch.proxy.address import parse_upstream, read_upstreams
     from zenlaunch.proxy.server import run as serve
 
     given = {**wishes, "proxy.listen": listen, "proxy.policy": policy, "engine.drain_s": drain_s}
     config = read_config(ctx, None, config_file, None, None, given)
-    pairs = []
-    for k, text in enumerate(upstream):
-        name, sep, url = text.partition("=")
+    if not upstream and upstreams_file is None:
+        raise ConfigError("no engine is named", hint="Give --upstream URL, or --upstreams-file.")
+    for text in upstream or ():
         if any(c.isspace() for c in text):
             raise ConfigError(f"--upstream {text!r}: an address has no blanks")
-        pairs.append((name, url) if sep and "://" not in name else (f"u{k}", text))
-    options = proxy_options(
-        config.proxy,
-        pairs,
-        admin_socket=admin_socket,
-        upstream_key_file=upstream_key_file,
-        metrics_file=metrics_file,
-        listen_fd=listen_fd(),
-        drain_s=config.engine.drain_s,
-    )
-    raise typer.Exit(serve(options))
+    fixed = [parse_upstream(text, name=f"u{k}") for k, text in enumerate(upstream or ())]
+    fd = listen_fd()
+
+    def read_options() -> ProxyOptions:
+        return proxy_options(
+            config.proxy,
+            [*fixed, *(read_upstreams(upstreams_file) if upstreams_file is not None else ())],
+            admin_socket=admin_socket,
+            upstream_key_file=upstream_key_file,
+            metrics_file=metrics_file,
+            listen_fd=fd,
+            drain_s=config.engine.drain_s,
+        )
+
+    options = read_options()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise typer.Exit(serve(options, reload=read_options))
 
 
 def status(as_json: AsJson = False, name: Name = "default") -> None:
@@ -299,6 +332,7 @@ def logs(
     """Print the last lines of an instance's log."""
     from zenlaunch import control, units
     from zenlaunch.up import choose_folders
+    from zenlaunch.values import for_terminal
 
     if (under := _units(name)) is not None:
         command = units.log_command(under, member, lines=lines, follow=follow)
@@ -311,8 +345,9 @@ def logs(
     if not _is_up(name):
         print(f"{name} is not up: this is the log of an earlier run", file=sys.stderr)
     stop = (lambda: False) if follow else None
+    show = for_terminal if sys.stdout.isatty() else str
     for line in control.follow(path, last=lines, stop=stop):
-        write_line(line)
+        write_line(show(line))
 
 
 def restart(
@@ -337,9 +372,10 @@ def restart(
             print(f"restarted: {done_name}", flush=True)
         return
     before = _ask(name, {"do": "status"})["status"]
-    counts = {row["name"]: row["restarts"] for row in _members(before)}
-    if member is not None and member not in counts:
-        raise LaunchError(f"there is no {member!r} in {name}", hint=f"one of {', '.join(counts)}")
+    # Not by the count of restarts: one that is tried again anyway has been counted already.
+    pids = {row["name"]: row["pid"] for row in _members(before)}
+    if member is not None and member not in pids:
+        raise LaunchError(f"there is no {member!r} in {name}", hint=f"one of {', '.join(pids)}")
     if rolling:
         _ask(name, {"do": "roll"})
         names = [row["name"] for row in before["instances"]]
@@ -349,14 +385,14 @@ def restart(
     while True:
         now = _ask(name, {"do": "status"})["status"]
         rows = {row["name"]: row for row in _members(now)}
-        failed = now["rolling_failed"] or next(
-            (n for n in names if rows[n]["state"] == "failed"), None
-        )
+        failed = next((n for n in names if rows[n]["state"] == "failed"), None)
+        if rolling:
+            failed = now["rolling_failed"] or failed
         if failed:
             raise LaunchError(
                 f"{failed} did not become ready again", hint=f"zenlaunch logs {failed}"
             )
-        done = all(rows[n]["state"] == "ready" and rows[n]["restarts"] > counts[n] for n in names)
+        done = all(rows[n]["state"] == "ready" and rows[n]["pid"] != pids[n] for n in names)
         if done and not now["rolling"]:
             print(f"restarted: {', '.join(names)}")
             return

@@ -122,7 +122,8 @@ class MemoryConfig:
 class ProxySettings:
     """The front door's own keys; None stands for the proxy's default (README, "The proxy").
 
-    Times are seconds, sizes as everywhere. `api_keys_file` holds a `name: key` a line;
+    Times are seconds, sizes as everywhere. `api_keys_file` holds a `name: key` a line, and so does
+    `admin_keys_file` for who may drain and resume without the admin socket;
     `trusted_peers` are networks whose X-Forwarded-* are believed; `access_log` "-" is stderr.
     """
 
@@ -136,12 +137,14 @@ class ProxySettings:
     keep_alive_s: float | None = None
     queue_timeout_s: float | None = None
     sse_keepalive_s: float | None = None
+    hang_s: float | None = None
     max_body_bytes: str | int | None = None
     body_budget_bytes: str | int | None = None
     max_in_flight: int | None = None
     max_in_flight_per_upstream: int | None = None
     max_queued: int | None = None
     api_keys_file: str | None = None
+    admin_keys_file: str | None = None
     trusted_peers: tuple[str, ...] = ()
     access_log: str | None = None
 

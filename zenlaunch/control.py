@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from zenlaunch.errors import LaunchError
 
@@ -87,8 +87,10 @@ async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
         return {"ok": True} | await handler(request)
     except LaunchError as e:
         return {"ok": False, "error": e.message, "hint": e.hint}
-    except (ValueError, KeyError) as e:
+    except (ValueError, KeyError, RecursionError) as e:
         return {"ok": False, "error": f"cannot do that: {e}", "hint": None}
+    except OSError as e:  # of our own: a limit of open files, say
+        return {"ok": False, "error": f"cannot do that now: {e.strerror or e}", "hint": None}
 
 
 def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -120,10 +122,8 @@ def follow(path: Path, *, last: int = 50, stop: Callable[[], bool] | None = None
 
     A file that was rotated is left for its successor.
     """
-    try:
-        file = path.open(errors="replace")
-    except OSError as e:
-        raise LaunchError(f"cannot read {path}: {e.strerror}") from e
+    file = _opened(path)
+    successor: TextIO | None = None
     try:
         *lines, rest = file.read().split("\n")
         yield from lines[-last:]
@@ -132,12 +132,24 @@ def follow(path: Path, *, last: int = 50, stop: Callable[[], bool] | None = None
             if chunk:
                 *lines, rest = (rest + chunk).split("\n")
                 yield from lines
-                continue
-            with contextlib.suppress(OSError):
-                if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                    file.close()
-                    file = path.open(errors="replace")
-                    continue
-            time.sleep(0.1)
+            elif successor is not None:
+                file.close()
+                file, successor = successor, None
+            else:
+                with contextlib.suppress(OSError, LaunchError):
+                    if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                        # What came between our last reading and the rotation is read first.
+                        successor = _opened(path)
+                        continue
+                time.sleep(0.1)
     finally:
         file.close()
+        if successor is not None:
+            successor.close()
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise LaunchError(f"cannot read {path}: {e.strerror}") from e

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zenlaunch.logs import is_secret
+from zenlaunch.blot import argv_without, environ_without, secrets_of
 from zenlaunch.spec import LaunchSpec
 
 KEPT = 10
@@ -71,23 +71,6 @@ def _cgroup_events(root: Path) -> Path | None:
     return None
 
 
-def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the values of secrets blotted out, sorted by name."""
-    return {k: "***" if is_secret(k) else v for k, v in sorted(environ.items())}
-
-
-def argv_without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the values of flags such as --hf-token blotted out."""
-    shown: list[str] = []
-    hide = False
-    for word in argv:
-        flag, equals, _ = word.partition("=")
-        secret = flag.startswith("--") and is_secret(flag.removeprefix("--").replace("-", "_"))
-        shown.append("***" if hide else f"{flag}=***" if secret and equals else word)
-        hide = secret and not equals
-    return shown
-
-
 def write_report(
     folder: Path,
     spec: LaunchSpec,
@@ -107,19 +90,22 @@ def write_report(
         if p.name.rpartition("-")[2].isdigit()
     )
     report = folder / f"{spec.name}-crash-{numbers[-1] + 1 if numbers else 1}"
+    secrets = secrets_of(environ, spec.argv)
     data = {
         **facts,
-        "argv": argv_without_secrets(spec.argv),
+        "argv": argv_without(spec.argv, secrets),
         "cpus": str(spec.cpus),
         "engine_cpus": str(spec.engine_cpus),
         "mem_nodes": str(spec.mem_nodes),
         "memory_bytes": spec.memory_bytes,
-        "environment": without_secrets(environ),
+        "environment": environ_without(environ, secrets),
     }
+    for number in numbers[: max(0, len(numbers) + 1 - KEPT)]:
+        shutil.rmtree(folder / f"{spec.name}-crash-{number}", ignore_errors=True)
     try:
         report.mkdir(mode=0o750)
         (report / "report.json").write_text(json.dumps(data, indent=1) + "\n")
-        (report / "log.txt").write_text("".join(f"{line}\n" for line in log))
+        (report / "log.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
         _copy(root / "proc/meminfo", report / "meminfo.txt")
         for node in spec.mem_nodes:
             _copy(
@@ -130,9 +116,8 @@ def write_report(
         if events is not None:
             _copy(events, report / events.name)
     except OSError:
+        shutil.rmtree(report, ignore_errors=True)  # on a full disk a half tells little
         return None
-    for number in numbers[: max(0, len(numbers) + 1 - KEPT)]:
-        shutil.rmtree(folder / f"{spec.name}-crash-{number}", ignore_errors=True)
     return report
 
 

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ METRICS_FILE = "instances.prom"
 # What a deployment keeps in its folder beside the lock. Only who holds the lock may remove it.
 _FILES = (
     "state.json", "state.json.new", "control.sock", "proxy.sock", "upstream.key", METRICS_FILE,
+    f"{METRICS_FILE}.new",
 )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ class Holding:
             port=int(data["port"]),
             cpus=CpuSet.parse(data["cpus"]),
             mem_nodes=CpuSet.parse(data["mem_nodes"]),
-            memory_bytes=data["memory_bytes"],
+            memory_bytes=None if data["memory_bytes"] is None else int(data["memory_bytes"]),
         )
 
 
@@ -124,14 +126,14 @@ class Claim:
         began = child.start_time(session)
         if began is not None:
             self._state["sessions"][str(session)] = began
-            self._write()
+            # A folder that went away, or a full disk, costs the scan and must not stop the engines.
+            with contextlib.suppress(OSError):
+                self._write()
 
     def _write(self) -> None:
         fresh = self.folder / "state.json.new"
-        # A folder that went away, or a full disk, costs the scan and must not stop the engines.
-        with contextlib.suppress(OSError):
-            fresh.write_text(json.dumps(self._state, indent=1))
-            fresh.replace(self.folder / "state.json")
+        fresh.write_text(json.dumps(self._state, indent=1))
+        fresh.replace(self.folder / "state.json")
 
     def release(self) -> None:
         """Give the name back; the folder keeps nothing but the lock."""
@@ -163,7 +165,9 @@ def claim(
     """
     folder = root / name
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for one in (root.parent, root, folder):
+            one.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _refuse_shared(one)
         # Checks and claims of two that start at the same time come one after the other.
         root_fd = _locked(root / ".lock", wait=True)
         try:
@@ -176,11 +180,6 @@ def claim(
             if lock_fd is None:
                 raise _taken(root, name)
             holdings = tuple(Holding.of(s) for s in specs)
-            try:
-                _refuse_overlap(holdings, [k for k in known(root) if k.name != name], sysroot)
-            except BaseException:
-                os.close(lock_fd)
-                raise
             state = {
                 "schema": SCHEMA,
                 "name": name,
@@ -192,7 +191,13 @@ def claim(
                 "holdings": [h.to_dict() for h in holdings],
                 "sessions": {},
             }
-            return Claim(folder, lock_fd, state)
+            try:
+                _refuse_overlap(holdings, [k for k in known(root) if k.name != name], sysroot)
+                return Claim(folder, lock_fd, state)
+            except BaseException:
+                _clear(folder)
+                os.close(lock_fd)
+                raise
         finally:
             if root_fd is not None:
                 os.close(root_fd)
@@ -201,6 +206,18 @@ def claim(
             f"cannot write the runtime folder {folder}: {e.strerror}",
             hint="set XDG_RUNTIME_DIR to a folder that you may write",
         ) from e
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Raise LaunchError for a folder in which another user could put his own for our files."""
+    found = folder.stat()
+    writable = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+    if found.st_uid not in (0, os.geteuid()) or writable:
+        raise LaunchError(
+            f"the runtime folder must not be in the hands of others: {folder} has mode "
+            f"{stat.filemode(found.st_mode)} and owner {found.st_uid}",
+            hint="set XDG_RUNTIME_DIR to a folder of your own, of mode 0700",
+        )
 
 
 def _locked(path: Path, *, wait: bool) -> int | None:
@@ -293,26 +310,53 @@ def boot_id() -> str:
 
 
 def known(root: Path) -> list[Known]:
-    """Return the deployments that have a state file below `root`, running ones and dead ones."""
+    """Return the deployments below `root`: those with a state file, and all whose lock is held."""
     found = []
-    for path in sorted(root.glob("*/state.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            data = json.loads(path.read_text())
-            found.append(
-                Known(
-                    name=data["name"],
-                    folder=path.parent,
-                    running=_is_held(path.parent / "lock"),
-                    pid=data["pid"],
-                    boot_id=data["boot_id"],
-                    url=data["url"],
-                    log_dir=Path(data["log_dir"]) if data["log_dir"] else None,
-                    started=data["started"],
-                    holdings=tuple(Holding.from_dict(h) for h in data["holdings"]),
-                    sessions={int(s): int(t) for s, t in data["sessions"].items()},
-                )
-            )
+    for folder in sorted(root.glob("*/")):
+        lock = folder / "lock"
+        running = _is_held(lock)
+        one = _read_state(folder, running=running)
+        if one is None and running:
+            # It runs whatever became of its state file, and its socket still answers.
+            one = Known(
+                name=folder.name, folder=folder, running=True, pid=_holder(lock),
+                boot_id=boot_id(), url=None, log_dir=None, started=0.0, holdings=(), sessions={},
+            )  # fmt: skip
+        if one is not None:
+            found.append(one)
     return found
+
+
+def _read_state(folder: Path, *, running: bool) -> Known | None:
+    """Return what state.json says; None where there is none, or where it has been damaged."""
+    try:
+        data = json.loads((folder / "state.json").read_text())
+        return Known(
+            name=folder.name,
+            folder=folder,
+            running=running,
+            pid=int(data["pid"]),
+            boot_id=str(data["boot_id"]),
+            url=data["url"],
+            log_dir=Path(data["log_dir"]) if data["log_dir"] else None,
+            started=float(data["started"]),
+            holdings=tuple(Holding.from_dict(h) for h in data["holdings"]),
+            sessions={int(s): int(t) for s, t in data["sessions"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _holder(lock: Path) -> int:
+    """Return the pid of who holds a lock, from /proc/locks; 0 where that does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        inode = lock.stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            # "1: FLOCK  ADVISORY  WRITE 1234 00:2d:5678 0 EOF"
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
+                return int(words[4])
+    return 0
 
 
 def find(root: Path, name: str) -> Known:
@@ -359,7 +403,7 @@ def wait_gone(one: Known, *, timeout_s: float | None = None) -> bool:
 def leftovers(root: Path) -> tuple[Leftover, ...]:
     """Return the processes of instances whose zenlaunch is gone, of any deployment of this user."""
     rows = child.processes()
-    sessions: dict[int, tuple[str, int]] = {}
+    sessions: dict[int, tuple[str, int | None]] = {}
     found: dict[int, str] = {}
     for one in known(root):
         if not one.running and one.boot_id == boot_id():
@@ -370,15 +414,12 @@ def leftovers(root: Path) -> tuple[Leftover, ...]:
         if marker is not None and owner is not None and not child.is_alive(owner):
             name = marker.partition("/")[0]
             found[row.pid] = name
-            sessions.setdefault(row.session, (name, 0))
+            sessions[row.session] = (name, None)
     for row in rows:
         if row.pid in found or row.session not in sessions or row.state == "Z":
             continue
-        name, began = sessions[row.session]
-        marker, owner = child.marks_of(row.pid)
-        if marker is not None and owner is not None and child.is_alive(owner):
-            continue  # the number of the session was given out again
-        if (child.start_time(row.pid) or 0) >= began and row.session != os.getsid(0):
+        name, since = sessions[row.session]
+        if row.session != os.getsid(0) and not _given_out_again(row, since):
             found[row.pid] = name
     zombies = {row.pid for row in rows if row.state == "Z"}
     return tuple(
@@ -386,6 +427,21 @@ def leftovers(root: Path) -> tuple[Leftover, ...]:
         for pid, name in sorted(found.items())
         if pid not in zombies
     )
+
+
+def _given_out_again(row: child.Process, began: int | None) -> bool:
+    """Say whether a process is of a later session with the number of one that `began` then.
+
+    The kernel gives a number out again when nobody uses it any more, so a leader that lives decides
+    for all. Without a leader, one with an environment of its own is a stranger: it would bear our
+    mark. `began` is None where a process of the session bears it.
+    """
+    if began is None:
+        return False
+    leader = child.start_time(row.session)
+    if leader is not None:
+        return leader != began
+    return (child.start_time(row.pid) or 0) < began or child.has_environment(row.pid)
 
 
 def end_leftovers(root: Path, *, timeout_s: float = 20.0) -> tuple[Leftover, ...]:

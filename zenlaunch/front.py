@@ -14,7 +14,7 @@ from zenlaunch.config import ProxySettings, given_to_proxy, parse_listen, parse_
 from zenlaunch.proxy.options import ProxyOptions
 
 _SIZES = {"max_body_bytes", "body_budget_bytes"}
-_PATHS = {"api_keys_file", "access_log"}
+_PATHS = {"api_keys_file", "admin_keys_file", "access_log"}
 
 
 def proxy_options(

@@ -1,8 +1,7 @@
 """Log files of instances: rotated by size, and the lines of a stream of bytes.
 
-Owns where a line ends, how long a file may grow, and that no secret of the environment reaches a
-file or a reader. A disk that is full never stops an engine: what cannot be written is dropped and
-counted.
+Owns where a line ends, how long a file may grow, and that no secret reaches a file or a reader. A
+disk that is full never stops an engine: what cannot be written is dropped and counted.
 """
 
 from __future__ import annotations
@@ -10,24 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from zenlaunch.blot import blot
 
 LINE_BYTES = 1 << 16
 TAIL_LINES = 2000
-_SECRET_NAMES = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "APIKEY", "ACCESS_KEY")
-
-
-def is_secret(name: str) -> bool:
-    """Say whether an environment variable of this name holds something to be kept quiet."""
-    upper = name.upper()
-    return upper.endswith("_KEY") or any(word in upper for word in _SECRET_NAMES)
-
-
-def secrets_of(environ: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Return the values to be blotted out; very short ones are words that occur by chance."""
-    found = {v.encode() for k, v in environ.items() if is_secret(k) and len(v) >= 8}
-    return tuple(sorted(found, key=len, reverse=True))
+TAIL_CHARS = 2000  # of a line that people are shown
 
 
 class LogFile:
@@ -94,6 +83,7 @@ class Lines:
         self.tail: deque[str] = deque(maxlen=tail)
         self._markers = tuple((m, m.encode()) for m in dict.fromkeys(markers))
         self._secrets = secrets
+        self._kept_back = max(map(len, secrets), default=1) - 1
         self._rest = b""
 
     def feed(
@@ -107,16 +97,16 @@ class Lines:
         data = self._rest + data
         cut = data.rfind(b"\n") + 1
         if not cut and len(data) > LINE_BYTES:
-            cut = len(data)
+            # A line without an end goes out in pieces, and a secret must not be in two of them.
+            data = blot(data, self._secrets)
+            cut = len(data) - self._kept_back
         data, self._rest = data[:cut], data[cut:]
         if not data:
             return b"", ()
-        for secret in self._secrets:
-            if secret in data:
-                data = data.replace(secret, b"***")
+        data = blot(data, self._secrets)
         text = data.decode(errors="replace")
         lines = tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n"))
-        self.tail.extend(lines)
+        self.tail.extend(map(short, lines[-(self.tail.maxlen or 0) :]))
         if found is not None:
             present = [m for m, raw in self._markers if raw in data]
             if present:
@@ -129,3 +119,9 @@ class Lines:
     def flush(self) -> tuple[bytes, tuple[str, ...]]:
         """Return what was written after the last line end, as one line."""
         return self.feed(b"\n") if self._rest else (b"", ())
+
+
+def short(line: str) -> str:
+    """Return a line as people are shown it: the rest of a very long one is in the log file."""
+    left = len(line) - TAIL_CHARS
+    return line if left <= 0 else f"{line[:TAIL_CHARS]}... ({left} characters more)"

@@ -22,6 +22,7 @@ from zenlaunch.memory import gib
 from zenlaunch.plan import Plan
 from zenlaunch.stdout import ReaderGoneError, write_line
 from zenlaunch.topology import Core, Note, Severity, Topology
+from zenlaunch.values import printable
 
 WIDTH = 80
 # One letter an instance, upper and lower case in turn; p, r and x mean something else.
@@ -48,7 +49,8 @@ def print_error(error: ZenlaunchError, console: Console) -> None:
     console.print(Text.assemble(("error: ", "bold red"), error.message))
     if isinstance(error, LaunchError):
         for line in error.log_tail:
-            console.print(Text(f"  {line}", style="dim"))
+            # An engine's own line: it may hold the beginning of an escape sequence, or a bell.
+            console.print(Text(f"  {printable(line.expandtabs())}", style="dim"))
     if error.hint:
         console.print(Text(textwrap.indent(error.hint, "  ")))
 

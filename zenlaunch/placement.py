@@ -89,11 +89,13 @@ class Placement:
 
         `restarts` are those of each instance so far.
         """
-        from prometheus_client import CollectorRegistry, write_to_textfile
+        from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Families(self._families(restarts)))
-        write_to_textfile(str(path), registry)
+        fresh = path.with_name(f"{path.name}.new")
+        fresh.write_bytes(generate_latest(registry))
+        fresh.replace(path)
 
     def _families(self, restarts: Mapping[str, int]) -> list[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

@@ -24,6 +24,7 @@ from typing import Any
 
 from zenlaunch.child import tree
 from zenlaunch.cpuset import EMPTY, CpuSet
+from zenlaunch.values import printable
 
 MOVE_PAGES = {"x86_64": 279, "aarch64": 239, "riscv64": 239}
 
@@ -63,21 +64,26 @@ def threads_of(pid: int) -> list[Thread]:
     with contextlib.suppress(OSError):
         for task in sorted(os.scandir(f"/proc/{pid}/task"), key=lambda e: int(e.name)):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                status = Path(task.path, "status").read_text()
+                status = _text(task.path, "status")
                 allowed = re.search(r"^Cpus_allowed_list:\s*(\S*)$", status, re.MULTILINE)
-                name, _, rest = Path(task.path, "stat").read_text().rpartition(")")
+                name, _, rest = _text(task.path, "stat").rpartition(")")
                 fields = rest.split()
                 found.append(
                     Thread(
                         pid=pid,
                         tid=int(task.name),
-                        name=name.partition("(")[2],
+                        name=printable(name.partition("(")[2]),
                         cpus=CpuSet.parse(allowed[1]) if allowed else EMPTY,
                         last_cpu=int(fields[36]),
                         cpu_s=_used_s(task.path, (int(fields[11]) + int(fields[12])) / tick),
                     )
                 )
     return found
+
+
+def _text(*path: str) -> str:
+    """Read a file in which the names of threads and files stand as they are: any bytes."""
+    return Path(*path).read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def parse_numa_maps(text: str, shared: dict[str, dict[int, int]]) -> Pages:
@@ -148,7 +154,7 @@ def pages_of(pids: Iterable[int]) -> Pages:
     shared: dict[str, dict[int, int]] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            pages = parse_numa_maps(Path(f"/proc/{pid}/numa_maps").read_text(), shared)
+            pages = parse_numa_maps(_text(f"/proc/{pid}/numa_maps"), shared)
             own.update(pages.own)
             file.update(pages.file)
     for segment in shared.values():
@@ -219,7 +225,7 @@ def mapped_files(pid: int) -> set[str]:
     """Return the paths of the files that a process has mapped executable."""
     found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        for line in _text(f"/proc/{pid}/maps").splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and "x" in fields[1] and fields[5].startswith("/"):
                 found.add(fields[5].removesuffix(" (deleted)"))
@@ -256,7 +262,7 @@ def sample_pages(pid: int, count: int = 4096, *, chance: random.Random | None = 
 
 def _anonymous_regions(pid: int) -> Iterator[tuple[int, int]]:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        for line in _text(f"/proc/{pid}/maps").splitlines():
             fields = line.split(maxsplit=5)
             named = fields[5] if len(fields) == 6 else ""
             if fields[1].startswith("rw") and (not named or named in ("[heap]", "[stack]")):
@@ -279,7 +285,7 @@ def online_cpus() -> CpuSet:
 def mems_allowed(pid: int) -> CpuSet | None:
     """Return the memory nodes that a process's cpuset allows."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in _text(f"/proc/{pid}/status").splitlines():
             if line.startswith("Mems_allowed_list:"):
                 return CpuSet.parse(line.partition(":")[2])
     return None
@@ -289,7 +295,7 @@ def bound_nodes(pid: int) -> set[CpuSet]:
     """Return the node sets of the `bind` policies in a process's mappings."""
     found = set()
     with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
+        for line in _text(f"/proc/{pid}/numa_maps").splitlines():
             # "bind:1", or "bind=static:1" with a flag
             name, _, nodes = line.split(maxsplit=2)[1].partition(":")
             if name.partition("=")[0] == "bind":

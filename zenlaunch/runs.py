@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zenlaunch import checks, compiled, crash, procfs, watch
 from zenlaunch import lifecycle as lc
+from zenlaunch.blot import secrets_of
 from zenlaunch.child import Child, describe_status, tree
 from zenlaunch.cpuset import EMPTY
 from zenlaunch.errors import LaunchError
@@ -30,7 +31,7 @@ from zenlaunch.events import (
     Warned,
 )
 from zenlaunch.lifecycle import Member
-from zenlaunch.logs import Lines, LogFile
+from zenlaunch.logs import Lines, LogFile, short
 from zenlaunch.spec import LaunchSpec, Signature
 from zenlaunch.values import in_gib
 
@@ -72,7 +73,6 @@ class Surroundings:
     log_dir: Path
     cache_dir: Path
     environ: Mapping[str, str]
-    secrets: tuple[bytes, ...]
     post: Callable[[lc.Event], None]
     emit: Callable[[Event], None]
     chance: Callable[[], float]
@@ -102,6 +102,7 @@ class Run:
         self.spec = spec
         self.child: Child | None = None
         self.phase: str | None = None
+        self.admitted = False  # past the memory gate: what it needs is taken, or will be
         self.ready_seconds: float | None = None
         self.task: asyncio.Task[None]
         self._around = around
@@ -121,7 +122,8 @@ class Run:
         markers = [p.marker for p in spec.phases] + [s.marker for s in self._signatures]
         if spec.compile_cache is not None:
             markers += spec.compile_cache.artifact_markers
-        self._lines = Lines(markers=markers, secrets=around.secrets)
+        secrets = secrets_of(environment(spec, around.environ), spec.argv)
+        self._lines = Lines(markers=markers, secrets=secrets)
 
     def begin(self) -> asyncio.Task[None]:
         """Start; the task ends when nothing of the run is left, after `Exited` was posted."""
@@ -168,7 +170,7 @@ class Run:
         )
 
     def resident_bytes(self) -> int:
-        return checks.resident_bytes(tree(self.child.pid)) if self.child else 0
+        return checks.resident_bytes(tree(self.child.shim_pid)[1:]) if self.child else 0
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -179,6 +181,7 @@ class Run:
         spec, around = self.spec, self._around
         try:
             await self._wait_for_memory()
+            self.admitted, self.phase = True, None
             self._refused = _not_online(spec) or checks.port_taken(spec.host, spec.port)
             if self._refused is not None:
                 return
@@ -274,7 +277,7 @@ class Run:
                 )
         for signature in self._signatures:
             if signature.marker == marker and marker not in self._evidence:
-                self._evidence[marker] = line
+                self._evidence[marker] = short(line)
                 if signature.fatal:
                     self._doom_soon(signature.cause)
         if spec.compile_cache is not None and marker in spec.compile_cache.artifact_markers:
@@ -296,7 +299,8 @@ class Run:
     async def _watch(self, child: Child) -> None:
         spec, post = self.spec, self._around.post
         await watch.until_ready(spec, self._http, any_answer=self._any_answer)
-        other = checks.foreign_listener(spec.port, tree(child.pid))
+        # All below the shim: a listener that was forked twice is no child of the main process.
+        other = checks.foreign_listener(spec.port, tree(child.shim_pid))
         if other is not None:
             reason = (
                 f"port {spec.port} is answered by another process, pid {other} "

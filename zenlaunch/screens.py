@@ -58,15 +58,16 @@ class UpScreen:
                 self._live.stop()
             self._live = None
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str | Text, style: str = "") -> None:
         """Print one line above the table.
 
         A terminal that is gone, or a full disk, ends the talk and nothing else.
         """
         if self._deaf:
             return
+        shown = Text(text, style=style) if isinstance(text, str) else text
         try:
-            (self._live.console if self._live else self._console).print(Text(text, style=style))
+            (self._live.console if self._live else self._console).print(shown)
         except (OSError, ReaderGoneError):
             self._deaf = True
 

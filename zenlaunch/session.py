@@ -8,7 +8,6 @@ view is taken in full once at each ready, then cheaply from time to time; a drif
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Coroutine
 from typing import Any
@@ -48,6 +47,7 @@ class Session:
         self._ready: dict[str, events.BecameReady] = {}
         self._placement = Placement(self._specs)
         self._held: list[Supervisor] = []
+        self._cut_off = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> events.Outcome:
@@ -120,9 +120,20 @@ class Session:
 
     def _export(self) -> None:
         """Let the proxy tell Prometheus. A full disk costs the figures, not the engines."""
-        if self._held:
-            with contextlib.suppress(OSError):
-                self._placement.write(self._claim.metrics_file, self._held[0].restarts)
+        if not self._held:
+            return
+        try:
+            self._placement.write(self._claim.metrics_file, self._held[0].restarts)
+        except FileNotFoundError:
+            if not self._cut_off:
+                self._cut_off = True
+                self._screen.say(
+                    f"warning  the runtime folder {self._claim.folder} has gone: no command "
+                    f"reaches this deployment any more; `kill {os.getpid()}` ends it",
+                    "yellow",
+                )
+        except OSError:
+            pass
 
     def _go(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -21,12 +21,14 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 MPOL_BIND = 2
+SWEEP_S = 2.0
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237}
 
 # Python or a parent may have left these ignored; a program expects them as the kernel gives them.
@@ -58,6 +60,18 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def sweeps(pid: int) -> bool:
+    """Say whether a process is Python's resource tracker.
+
+    It removes what a tree leaves in /dev/shm once the others have ended, and then ends itself.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as f:  # noqa: PTH123 (as above)
+            return b"multiprocessing.resource_tracker" in f.read()
+    except OSError:
+        return False
+
+
 def bind_memory(nodes: list[int]) -> int:
     """Bind this process's memory to `nodes`; returns 0 or the errno."""
     words = max(nodes) // 64 + 1
@@ -83,6 +97,7 @@ class Shim:
         self.inbox = b""
         self.main = 0
         self.killing = False
+        self.sweep_until: float | None = None
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # A shim that somebody stopped goes on when zenlaunch ends, and then ends its tree.
@@ -97,8 +112,13 @@ class Shim:
 
     def start(self, order: dict[str, Any]) -> None:
         """Fork and execute the main process; a failed exec is reported with its errno."""
-        failed_r, failed_w = os.pipe()  # closed by a successful exec
-        pid = os.fork()
+        try:
+            failed_r, failed_w = os.pipe()  # closed by a successful exec
+            pid = os.fork()
+        except OSError as e:  # a limit of processes, of open files, or of a cgroup's pids
+            self.say({"error": f"fork: {e.strerror}"})
+            self.killing = True
+            return
         if pid == 0:
             self._become(order, failed_w)
         os.close(failed_w)
@@ -138,7 +158,7 @@ class Shim:
             os.execvpe(argv[0], argv, order["env"])
         except BaseException as e:
             text = e.strerror if isinstance(e, OSError) and e.strerror else repr(e)
-            os.write(failed_w, f"{doing}: {text}".encode())
+            os.write(failed_w, f"{doing}: {text}".encode(errors="replace"))
         finally:
             os._exit(127)
 
@@ -157,7 +177,14 @@ class Shim:
                 self.say({"exited": status})
 
     def kill_tree(self) -> None:
-        for pid in descendants(os.getpid()):
+        tree = descendants(os.getpid())
+        sweepers = [pid for pid in tree if sweeps(pid)]
+        if self.sweep_until is None:
+            self.sweep_until = time.monotonic() + SWEEP_S
+        spared = sweepers if time.monotonic() < self.sweep_until else []
+        for pid in tree:
+            if pid in spared:
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:

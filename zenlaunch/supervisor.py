@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import time
 import traceback
@@ -38,10 +39,12 @@ from zenlaunch.events import (
     Warned,
 )
 from zenlaunch.lifecycle import Member, Policy, Role, State, System
-from zenlaunch.logs import LogFile, secrets_of
+from zenlaunch.logs import LogFile
 from zenlaunch.runs import Run, Surroundings
 from zenlaunch.spec import LaunchSpec
 
+LATE_S = 2.0
+LISTEN_S = 3.0
 SIGNAL_EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -123,7 +126,6 @@ class Supervisor:
             log_dir=deployment.log_dir,
             cache_dir=deployment.cache_dir,
             environ=environ,
-            secrets=secrets_of(environ),
             post=self._inbox.put_nowait,
             emit=on_event,
             chance=random.random,
@@ -184,6 +186,7 @@ class Supervisor:
         """Restart all instances one after the other; returns whether that began."""
         if self._system.rolling or self._system.exit_code is not None:
             return False
+        self.rolling_failed = None
         self._inbox.put_nowait(lc.Roll(tuple(s.name for s in self.deployment.instances)))
         return True
 
@@ -255,13 +258,15 @@ class Supervisor:
             self.deployment.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise LaunchError(
-                f"cannot make the folder {self.deployment.log_dir}: {e.strerror}"
+                f"cannot make the folder {self.deployment.log_dir}: {e.strerror}",
+                hint="set XDG_STATE_HOME to a folder that you may write",
             ) from e
         for log in self._logs.values():
             with contextlib.suppress(OSError):
                 if log.path.stat().st_size:
                     log.rotate()
         become_subreaper()
+        _allow_files(64 + 16 * len(self._specs))
         if not self._around.bind_memory and any(
             s.self_bind and s.mem_nodes for s in self.deployment.instances
         ):
@@ -309,15 +314,24 @@ class Supervisor:
             self.stop(exit_code=SIGNAL_EXIT[number], why=number.name)
 
     async def _loop(self) -> int:
+        listen_until = 0.0
         while True:
             deadline = self._system.deadline
             event: lc.Event
             try:
+                if deadline is not None:
+                    deadline = max(deadline, listen_until)
                 wait = None if deadline is None else max(0.0, deadline - time.monotonic())
                 # Not wait_for: before Python 3.12 it may swallow a cancellation.
                 async with asyncio.timeout(wait):
                     event = await self._inbox.get()
             except TimeoutError:
+                # Who was stopped (SIGSTOP, Ctrl-Z) first hears what has happened meanwhile: an
+                # engine that became ready is not late.
+                late_s = 0.0 if deadline is None else time.monotonic() - deadline
+                if late_s > LATE_S and deadline != listen_until:
+                    listen_until = time.monotonic() + LISTEN_S
+                    continue
                 event = lc.Tick()
             if self._bug is not None:
                 raise self._bug
@@ -434,7 +448,7 @@ class Supervisor:
                 member.name != spec.name
                 and member.state is State.STARTING
                 and run is not None
-                and run.child is not None
+                and run.admitted
                 and other.memory_bytes is not None
                 and not other.mem_nodes.isdisjoint(spec.mem_nodes)
             ):
@@ -466,8 +480,35 @@ class Supervisor:
         self._inbox.put_nowait(lc.Drained(name))
 
     async def _resume(self, name: str) -> None:
-        if self._admin is not None and self._system.proxy_serves:
-            await self._admin.post(f"/zenlaunch/upstreams/{name}/resume")
+        """Have the proxy use a member again, for as long as both are there.
+
+        A proxy that does not answer now (stopped, say) may still hold it for drained.
+        """
+        while (
+            self._admin is not None
+            and self._system.proxy_serves
+            and self._system.member(name).state in lc.SERVING
+        ):
+            answer = await self._admin.post(f"/zenlaunch/upstreams/{name}/resume")
+            if answer is not None:
+                return
+            await asyncio.sleep(1.0)
+
+
+def _allow_files(count: int) -> None:
+    """Raise the limit of open files where it is low; raises LaunchError where that is not enough.
+
+    Without a file to open neither an engine can be started nor its health be asked for.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise LaunchError(
+            f"{hard} open files are allowed here, and this needs about {count}",
+            hint="raise the limit: `ulimit -Hn`, LimitNOFILE= of a unit, docker --ulimit nofile",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def _as_error(failure: Failed, member: Member) -> ZenlaunchError:

@@ -51,15 +51,20 @@ class Folders:
 
 
 def choose_folders(name: str, environ: Mapping[str, str]) -> Folders:
-    """Follow the XDG base directories for a user, /run, /var/log and /var/cache for root."""
+    """Follow the XDG base directories; root's sockets are in /run. Raises LaunchError."""
     if os.geteuid() == 0 and "XDG_RUNTIME_DIR" not in environ:
         runtime = Path("/run/zenlaunch")
     else:
         fallback = f"/tmp/zenlaunch-{os.geteuid()}"
         runtime = Path(environ.get("XDG_RUNTIME_DIR") or fallback) / "zenlaunch"
-    home = Path.home()
-    state = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state")
-    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
+    try:
+        state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # an id without an entry, as containers run under
+        raise LaunchError(
+            f"there is no home folder: HOME is not set, and user {os.geteuid()} is not known here",
+            hint="set HOME, or XDG_STATE_HOME (for logs) and XDG_CACHE_HOME",
+        ) from None
     return Folders(
         runtime=runtime,
         logs=state / "zenlaunch" / name,

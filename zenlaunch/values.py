@@ -17,6 +17,7 @@ _SIZE = re.compile(r"\s*(\d{1,19})(\.\d{1,15})?\s*([kmgtKMGT]?)(i?)[bB]?\s*", re
 _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,15})?)\s*%\s*", re.ASCII)
 # A name as DNS and /etc/hosts have it, or four numbers.
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
+_COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -47,6 +48,13 @@ def unprintable(text: str) -> bool:
 def printable(text: str) -> str:
     """Return the text for a terminal: what does something there, or is not seen, becomes a dot."""
     return "".join(c if c.isprintable() else "·" for c in text)
+
+
+def for_terminal(line: str) -> str:
+    """Return a line of a log for a terminal: its colours end with it, and it does nothing else."""
+    parts = _COLOUR.split(line.expandtabs())
+    text = "".join(part if k % 2 else printable(part) for k, part in enumerate(parts))
+    return text + "\x1b[0m" if len(parts) > 1 else text
 
 
 def parse_size(value: str | int) -> int:

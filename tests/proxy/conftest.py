@@ -73,5 +73,5 @@ def shared(pair: tuple[Proxy, list[Engine]]) -> Iterator[tuple[Proxy, list[Engin
     while Client.opened:
         Client.opened.pop().close()
     for engine in both:
-        engine.do(None, times=0, health=200, idle_s=None)
+        engine.do(None, times=0, health=200, idle_s=None, **{"/v1/models": None, "/metrics": None})
     until(one.idle, why="counts did not fall to zero")

@@ -1,7 +1,8 @@
 """A stand-in engine that misbehaves on request.   engine.py PORT (0: any; printed on stdout)
 
 What it does is told by the request's own JSON (`"do": {...}`) or, for the next requests whatever
-they say, by POST /_do {"do": {...} | null, "times": n} straight to it. GET /_seen: what it saw.
+they say, by POST /_do {"do": {...} | null, "times": n} straight to it; there too what it says at
+/v1/models and /metrics instead of sense ({"/metrics": text}). GET /_seen: what it saw.
 
 do: prefill_s (before anything), head_first (send the head, then prefill), status, headers, type,
 events, gap_s, text, stamp (text is the time of writing), body_bytes, framing (chunked, length,
@@ -25,8 +26,11 @@ SEEN: dict[str, Any] = {
     "requests": 0, "running": 0, "cancelled": 0, "cancelled_at": 0.0, "heads": [], "bodies": [],
     "probes": 0, "connections": 0,
 }  # fmt: skip
-OVERRIDE: dict[str, Any] = {"do": None, "times": 0, "health": 200, "idle_s": None}
+OVERRIDE: dict[str, Any] = {
+    "do": None, "times": 0, "health": 200, "idle_s": None, "/v1/models": None, "/metrics": None,
+}  # fmt: skip
 MODEL = "tiny"
+CONTROL = ("/_do", "/_seen", "/health", "/v1/models", "/metrics")
 
 
 def event(i: int, text: str, chat: bool) -> bytes:
@@ -88,7 +92,7 @@ class Engine(asyncio.Protocol):
         if path == "/health" and OVERRIDE["health"] == 0:
             SEEN["probes"] += 1
             return  # silence, the connection stays
-        if path in ("/_do", "/_seen", "/health", "/v1/models", "/metrics"):
+        if path in CONTROL and method != "OPTIONS":
             self.control(path, body, head)
         else:
             SEEN["requests"] += 1
@@ -122,6 +126,8 @@ class Engine(asyncio.Protocol):
         elif path == "/health":
             SEEN["probes"] += 1
             status = OVERRIDE["health"]
+        elif OVERRIDE.get(path) is not None:
+            out = OVERRIDE[path].encode("latin-1")
         elif path == "/v1/models":
             ids = [MODEL, *sys.argv[2:]]
             out = json.dumps(
@@ -136,16 +142,17 @@ class Engine(asyncio.Protocol):
                 b"# HELP vllm:ttft Time.\n# TYPE vllm:ttft histogram\n"
                 b'vllm:ttft_bucket{le="+Inf"} 1\nvllm:ttft_sum 2\nvllm:ttft_count 1\n'
             ) % SEEN["running"]
+        cors = b"access-control-allow-origin: *\r\n" if b"\r\norigin: " in head else b""
         self.transport.write(
-            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            % (status, len(out))
+            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
+            % (status, cors, len(out))
             + out
         )
 
     async def work(self, method: str, path: str, body: bytes, head: bytes) -> None:
         try:
             asked = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             asked = {}
         if not isinstance(asked, dict):
             asked = {}
@@ -190,6 +197,7 @@ class Engine(asyncio.Protocol):
             fields += b"%b: %b\r\n" % (name.encode(), value.encode())
         echo = [v for v in head.split(b"\r\n") if v.lower().startswith(b"x-tag:")]
         fields += b"".join(v + b"\r\n" for v in echo)
+        fields += b"x-peer: %d\r\n" % self.transport.get_extra_info("peername")[1]
         if framing == "chunked":
             fields += b"transfer-encoding: chunked\r\n"
         elif framing == "length":

@@ -40,10 +40,14 @@ class Engine:
         self.start()
 
     def start(self) -> None:
-        argv = [sys.executable, str(HERE / "engine.py"), str(self.port), *self.models]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        self.begin()
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
+
+    def begin(self) -> None:
+        """Start, and do not wait for it to listen."""
+        argv = [sys.executable, str(HERE / "engine.py"), str(self.port), *self.models]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
     @property
     def url(self) -> str:
@@ -91,13 +95,15 @@ class Proxy:
         self.file = folder / "options.json"
         self.log = (folder / "proxy.log").open("w+")
         self.set_engines(engines)
-        argv = [sys.executable, str(HERE / "launcher.py"), str(self.file)]
-        self.process = subprocess.Popen(argv, stderr=self.log, env={**os.environ})
+        self.process = subprocess.Popen(self.argv(), stderr=self.log, env={**os.environ})
         until(lambda: "listening on" in self.text() or self.process.poll() is not None)
         assert self.process.poll() is None, self.text()
         self.port = int(self.text().split("listening on ")[1].split()[0].rsplit(":", 1)[1])
         if ready and engines:
             self.wait_usable(len(engines))
+
+    def argv(self) -> list[str]:
+        return [sys.executable, str(HERE / "launcher.py"), str(self.file)]
 
     def set_engines(self, engines: list[Engine]) -> None:
         names = [f"i{at}" for at in range(len(engines))]

@@ -173,6 +173,27 @@ def test_retry_after_is_honoured_within_reason() -> None:
     assert balancer.retry_after_s(161) == 2
 
 
+def test_success_does_not_cut_short_what_an_upstream_asked_for() -> None:
+    balancer = ready("ab")
+    other = balancer.lease("a")
+    balancer.release(balancer.lease("a"), BAD, 0, retry_after_s=20)
+    balancer.release(other, OK, 1)
+    assert state(balancer, "a", now=19) is State.EJECTED
+    assert [take(balancer, 19).upstream for _ in range(3)] == ["b", "b", "b"]
+    assert state(balancer, "a", now=20) is State.READY
+
+
+def test_one_that_rests_serves_when_nobody_else_can() -> None:
+    balancer = ready("ab")
+    balancer.rest("a", 10)
+    assert [take(balancer).upstream for _ in range(3)] == ["b", "b", "b"]
+    assert state(balancer, "a") is State.EJECTED
+    assert balancer.in_flight_at("b") == 3
+    balancer.probe_missed("b", decisive=True)
+    assert take(balancer).upstream == "a"
+    assert state(balancer, "a", now=10) is State.READY
+
+
 def test_limits() -> None:
     balancer = ready("ab", max_in_flight_per_upstream=2, max_in_flight=3)
     leases = [take(balancer) for _ in range(3)]
@@ -211,8 +232,6 @@ def test_coming_back_forgives() -> None:
     balancer.probe_answered("a")
     assert state(balancer, "a") is State.READY
     assert balancer.is_ready("a")
-    balancer.forget("a")
-    assert state(balancer, "a") is State.STARTING
 
 
 def test_drain_and_resume() -> None:
@@ -233,11 +252,39 @@ def test_drain_and_resume() -> None:
 def test_members_can_change_under_way() -> None:
     balancer = ready("ab")
     lease = balancer.lease("a")
-    balancer.set_members("bc")
+    balancer.set_members("bc", 0)
     assert balancer.names == ("b", "c")
     assert take(balancer).upstream == "b"
     balancer.release(lease, OK, 0)
     assert balancer.in_flight == 1
+
+
+def test_another_engine_under_the_name_begins_anew() -> None:
+    balancer = ready("ab", eject_after=1)
+    balancer.drain("a")
+    old = balancer.lease("a")
+    balancer.set_members("ab", 0, replaced="a")
+    assert state(balancer, "a") is State.STARTING
+    balancer.probe_answered("a")
+    assert take(balancer).upstream == "a"
+    assert not balancer.release(old, BAD, 0)
+    assert [(v.state, v.in_flight, v.errors) for v in balancer.views(0)] == [
+        (State.READY, 1, 0), (State.READY, 0, 0)]  # fmt: skip
+    assert balancer.in_flight == 1
+
+
+def test_new_ones_are_worth_a_moment_when_nobody_else_is_there() -> None:
+    balancer = ready("a")
+    balancer.set_members("bc", 10)
+    assert balancer.acquire(10).verdict is Verdict.BUSY
+    assert balancer.acquire(10, exclude=frozenset("bc")).verdict is Verdict.NONE_USABLE
+    assert balancer.acquire(11).verdict is Verdict.NONE_USABLE
+    balancer.probe_missed("b", decisive=True)
+    assert balancer.acquire(10).verdict is Verdict.BUSY
+    balancer.probe_missed("c", decisive=False)
+    assert balancer.acquire(10).verdict is Verdict.NONE_USABLE
+    balancer.probe_answered("c")
+    assert balancer.acquire(10).verdict is Verdict.PICKED
 
 
 @pytest.mark.parametrize("seed", range(20))

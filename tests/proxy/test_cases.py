@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT, free_ports, skip_for_want_of
 
 from .harness import Client, Engine, Proxy, until
 
@@ -140,6 +146,22 @@ def test_10_stream_with_a_length(shared: Pair, end: str) -> None:
         assert client.closed()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_8_break_inside_a_very_large_event(shared: Pair, path: str) -> None:
+    """An event that is too large to be held is told apart from the error that follows it."""
+    proxy, _ = shared
+    with proxy.connect() as client:
+        head = (
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 900000\r\n\r\n"
+        )
+        raw = head + 'data: {"a": "' + "x" * 200_000
+        client.post(path, stream=True, do={"raw": raw, "end": "fin"})
+        response = client.read()
+    assert not response.whole
+    last = response.body.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    assert json.loads(last.rpartition(b"data: ")[2])["error"]["code"] == "upstream_truncated"
+
+
 def test_10_stream_delimited_by_close(shared: Pair) -> None:
     proxy, _ = shared
     with proxy.connect() as client:
@@ -209,6 +231,7 @@ def test_12_reset_of_a_reused_connection_is_retried_on_a_fresh_one(
     door = proxy(one)
     assert door.request("POST", "/v1/completions", {}).status == 200
     one[0].do({"raw": "", "end": "rst"}, times=1)
+    threading.Event().wait(0.02)  # a connection settles before it is used again
     assert door.request("POST", "/v1/completions", {}).status == 200
     assert one[0].seen()["requests"] == 3
     assert door.upstream("i0")["errors"] == 0
@@ -246,6 +269,15 @@ def test_14_one_hung_engine_hurts_nobody_else(engines: Start, proxy: Start) -> N
         client.sock.close()
 
 
+def test_14_21_models_do_not_wait_for_one_that_hangs(engines: Start, proxy: Start) -> None:
+    both = engines()
+    door = proxy(both)
+    both[0].signal(signal.SIGSTOP)
+    started = time.monotonic()
+    assert door.request("GET", "/v1/models").status == 200
+    assert time.monotonic() - started < 2
+
+
 def test_14_connections_that_are_never_taken_go_elsewhere(engines: Start, proxy: Start) -> None:
     one = engines(1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
@@ -273,6 +305,22 @@ def test_14_connections_that_are_never_taken_go_elsewhere(engines: Start, proxy:
         assert door.metric("zenlaunch_errors_total", instance="i0", kind="connect-timeout") >= 1
         for sock in queue:
             sock.close()
+
+
+def test_14_both_sides_are_watched_by_the_kernel(shared: Pair) -> None:
+    """A machine that is gone sends nothing: only keep-alive probes find out."""
+    proxy, engines = shared
+    with proxy.connect() as client:
+        client.post(do={"prefill_s": 60})
+        until(lambda: running(engines) == 1)
+        rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        ours = f":{proxy.port:04X}"
+        theirs = {f":{engine.port:04X}" for engine in engines}
+        # "02:..." in the sixth column is a keep-alive timer (Documentation/networking/proc_net_tcp)
+        watched = [r for r in rows if r[3] == "01" and r[5].startswith("02")]
+        assert [r for r in watched if r[1].endswith(ours)]
+        assert [r for r in watched if r[2][8:] in theirs]
+        client.reset()
 
 
 def test_14_first_byte_timeout_is_504(engines: Start, proxy: Start) -> None:
@@ -381,8 +429,29 @@ def test_21_models_of_the_living(proxy: Start) -> None:
             engine.stop()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[", "[" * 100_000, '{"data": 1}', '{"data": [1]}', '{"data": [{"id": []}]}', "\xff", "[]",
+     '{"data": [{"id": ' + "9" * 5000 + "}]}", "x" * 9_000_000],
+    ids=range(9),
+)  # fmt: skip
+def test_21_an_instance_that_talks_nonsense_hides_nobody(shared: Pair, text: str) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    proxy, engines = shared
+    engines[0].do(None, **{"/v1/models": text, "/metrics": f"<html>\n{text}\n# TYPE\nok 1\n"})
+    response = proxy.request("GET", "/v1/models")
+    assert [m["id"] for m in json.loads(response.body)["data"]] == ["tiny"]
+    metrics = proxy.request("GET", "/metrics").body.decode()
+    families = {f.name: f for f in text_string_to_metric_families(metrics)}
+    assert {s.labels["instance"] for s in families["vllm:ttft"].samples} == {"i1"}
+    assert ("ok" in families) == (len(text) < 9_000_000)
+
+
 def test_23_counts_are_zero_after_10000_aborted_requests(shared: Pair) -> None:
     proxy, engines = shared
+    before = proxy.metric("zenlaunch_requests_total")
+    gone_before = proxy.metric("zenlaunch_cancelled_total")
     for at in range(10_000):
         client = proxy.connect()
         client.post(stream=at % 2 == 0, do={"prefill_s": 0 if at % 3 else 30, "events": 50})
@@ -394,6 +463,10 @@ def test_23_counts_are_zero_after_10000_aborted_requests(shared: Pair) -> None:
         client.sock.close()
     until(proxy.idle, why="a count leaked")
     until(lambda: running(engines) == 0)
+    # They really were requests (a reset can overtake one), and their clients really left.
+    assert proxy.metric("zenlaunch_requests_total") - before > 9_500
+    assert proxy.metric("zenlaunch_cancelled_total") - gone_before > 7_500
+    assert sum(engine.seen()["cancelled"] for engine in engines) > 500
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
@@ -430,6 +503,25 @@ def test_28_permit_is_held_to_the_end_of_the_body(engines: Start, proxy: Start) 
     assert second.read().status == 200
     for client in (first, second, third):
         client.sock.close()
+
+
+def test_14_a_request_that_must_wait_for_one_instance_holds_up_nobody_else(
+    engines: Start, proxy: Start
+) -> None:
+    both = engines()
+    door = proxy(both, max_in_flight_per_upstream=1, eject_s=0.05)
+    clients = {}
+    for _ in both:  # one at each; the second is to lose its instance
+        client = door.connect()
+        client.post(do={"prefill_s": 60})
+        until(lambda: door.status()["in_flight"] > len(clients))
+        clients[len(clients)] = client
+    victim = next(at for at in (0, 1) if both[at].seen()["running"])
+    both[victim].stop()
+    until(lambda: door.status()["queued"] == 1)
+    both[victim].start()
+    until(lambda: door.request("POST", "/v1/completions", {}).status == 200)
+    assert door.status()["queued"] == 1, "it may not go back to where it failed"
 
 
 def test_29_fast_failures_attract_nobody(engines: Start, proxy: Start) -> None:
@@ -471,21 +563,27 @@ def test_30_dead_engine_loses_nothing_that_had_not_begun(engines: Start, proxy: 
         client.sock.close()
 
 
-def test_30_ten_kills_during_slow_prefills(engines: Start, proxy: Start) -> None:
-    both = engines()
-    door = proxy(both)
-    for round_ in range(10):
-        clients = [door.connect() for _ in range(6)]
+def test_30_fifty_kills_during_slow_prefills(engines: Start, proxy: Start) -> None:
+    """Nothing is lost that had not begun, whether its engine had sent the head or not."""
+    four: list[Engine] = engines(4)
+    door = proxy(four, eject_s=0.05)
+    for _ in range(50):
+        clients = [door.connect() for _ in range(8)]
         for at, client in enumerate(clients):
-            client.post(stream=at % 2 == 0, do={"prefill_s": 0.15, "head_first": at % 3 == 0})
-        until(lambda: running(both) == 6)
-        both[round_ % 2].stop()
+            client.post(stream=at % 2 == 0, do={"prefill_s": 0.1, "head_first": at % 4 < 3})
+        until(lambda: door.status()["in_flight"] == 8)
+        busiest = max(door.status()["upstreams"], key=lambda u: int(u["in_flight"]))
+        victim = four[int(busiest["name"][1:])]
+        until(lambda one=victim: one.seen()["running"] > 0)  # and has sent the heads
+        victim.stop()
+        victim.begin()
         for client in clients:
             response = client.read()
-            assert response.status == 200
+            assert response.status == 200, response.body
             assert response.whole
-        both[round_ % 2].start()
-        door.wait_usable(2)
+            assert b"[DONE]" in response.body or b"hello" in response.body
+            client.sock.close()
+    assert door.metric("zenlaunch_retries_total", kind="died") >= 50, "every kill hit somebody"
     until(door.idle)
 
 
@@ -516,6 +614,37 @@ def test_32_48_first_byte_timeouts_eject_and_the_ejected_gets_only_probes(
         assert door.request("POST", "/v1/completions", {}).status == 200
     until(lambda: both[0].seen()["probes"] > before["probes"] + 1)
     assert both[0].seen()["requests"] == before["requests"]
+
+
+def test_32_34_an_engine_that_stands_still_and_says_it_is_well(
+    engines: Start, proxy: Start
+) -> None:
+    both = engines()
+    door = proxy(both, hang_s=0.3, probe_ready_interval_s=0.05)
+    stands = "vllm:num_requests_running 1\nvllm:iteration_tokens_total_count %d\n"
+    clients = []
+    for at, engine in enumerate(both):
+        engine.do({"prefill_s": 60}, times=1, **{"/metrics": stands % 7})
+        client = door.connect()
+        client.post()
+        until(lambda at=at: door.status()["in_flight"] == at + 1)
+        clients.append(client)
+    both[1].do(None, times=0, **{"/metrics": "nothing\n"})  # silent too, but it does not say
+    until(lambda: door.upstream("i0")["state"] == "ejected")
+    before = both[0].seen()["requests"]
+    for _ in range(10):
+        assert door.request("POST", "/v1/completions", {})["x-zenlaunch-upstream"] == "i1"
+    assert both[0].seen()["requests"] == before
+    assert door.upstream("i1")["state"] == "ready"
+    both[1].stop()
+    until(lambda: door.upstream("i1")["state"] == "unready")
+    assert door.request("POST", "/v1/completions", {})["x-zenlaunch-upstream"] == "i0", "the last"
+    for steps in range(100):  # a long prefill: silent, and it moves
+        both[0].do(None, times=0, **{"/metrics": stands % steps})
+        if door.upstream("i0")["state"] == "ready":
+            break
+        threading.Event().wait(0.05)
+    assert door.upstream("i0")["state"] == "ready"
 
 
 def test_48_half_open_return(engines: Start, proxy: Start) -> None:
@@ -583,6 +712,47 @@ def test_37_buffering_is_forbidden(shared: Pair) -> None:
     assert response["cache-control"] == "no-cache"
 
 
+NGINX = """
+daemon off; worker_processes 1; pid pid; error_log error.log;
+events {}
+http {
+  access_log off; client_body_temp_path t1; proxy_temp_path t2; fastcgi_temp_path t3;
+  uwsgi_temp_path t4; scgi_temp_path t5;
+  server {
+    listen 127.0.0.1:PORT;
+    proxy_http_version 1.1; proxy_read_timeout 900s; client_max_body_size 64m;
+    location / { proxy_pass http://127.0.0.1:BEHIND; }
+  }
+}
+"""
+
+
+def test_37_events_pass_at_once_through_nginx_as_the_readme_has_it(
+    shared: Pair, tmp_path: Path
+) -> None:
+    proxy, _ = shared
+    program = shutil.which("nginx")
+    if program is None:
+        skip_for_want_of("nginx", "apt install nginx")
+    for setting in re.findall(r"proxy_http.*", NGINX)[0].split("; "):
+        assert setting.rstrip(";") in (ROOT / "README.md").read_text()
+    port = free_ports(1)
+    conf = tmp_path / "nginx.conf"
+    conf.write_text(NGINX.replace("PORT", str(port)).replace("BEHIND", str(proxy.port)))
+    tmp_path.chmod(0o755)
+    nginx = subprocess.Popen([program, "-p", str(tmp_path), "-c", str(conf), "-e", "error.log"])
+    try:
+        until(lambda: not refuses(port))
+        with Client(port) as client:
+            client.post(stream=True, do={"events": 6, "gap_s": 0.1})
+            response = client.read()
+        assert response.events[-1] == "[DONE]"
+        assert response.arrivals[-1][0] - response.arrivals[0][0] > 0.4, "nginx kept them back"
+    finally:
+        nginx.terminate()
+        nginx.wait(5)
+
+
 def test_38_comments_keep_a_long_prefill_alive(engines: Start, proxy: Start) -> None:
     one = engines(1)
     door = proxy(one, sse_keepalive_s=0.05)
@@ -598,6 +768,21 @@ def test_38_comments_keep_a_long_prefill_alive(engines: Start, proxy: Start) -> 
         response = client.read()
     assert not response.whole
     assert response.events[-1]["error"]["code"] == 400
+    for do in (  # what is no event stream is told in one, and not put into it
+        {"type": "text/plain", "framing": "chunked", "status": 500},
+        {"type": "text/plain", "framing": "chunked", "body_bytes": 3_000_000},
+        {"headers": {"content-encoding": "gzip"}},
+    ):
+        with door.connect() as client:
+            client.post(stream=True, do={"prefill_s": 0.2, **do})
+            response = client.read()
+        assert not response.whole
+        *comments, last = response.body.removesuffix(b"\n\n").split(b"\n\n")
+        assert all(comment.startswith(b": keep-alive") for comment in comments)
+        assert "error" in json.loads(last.removeprefix(b"data: "))
+    with door.connect() as client:  # looked into for `stream`, but no JSON that can be read
+        client.send("POST", "/v1/completions", b"[" * 100_000)
+        assert client.read().status == 200
     with door.connect() as client:  # not asked for a stream: nothing of the kind
         client.post(do={"prefill_s": 0.2})
         assert client.read().body.startswith(b"{")
@@ -694,6 +879,20 @@ def test_47_retry_after_is_passed_on_and_honoured(engines: Start, proxy: Start) 
     assert door.upstream("i0")["state"] == "ejected"
 
 
+def test_47_retry_after_as_a_date(engines: Start, proxy: Start) -> None:
+    both = engines()
+    door = proxy(both)
+    date = formatdate(time.time() + 20, usegmt=True)
+    both[0].do({"status": 503, "headers": {"retry-after": date}}, times=1)
+    for _ in range(2):
+        assert door.request("POST", "/v1/completions", {}).status == 200
+    upstream = door.upstream("i0")
+    assert upstream["state"] == "ejected"
+    assert 15 < upstream["ejected_until"] - time.time() < 21
+    both[1].do({"status": 429, "headers": {"retry-after": date}}, times=1)
+    assert door.request("POST", "/v1/completions", {})["retry-after"] == date
+
+
 def test_49_endpoints_are_read_again_on_sighup(engines: Start, proxy: Start) -> None:
     one, other = engines(2)
     door = proxy([one])
@@ -732,6 +931,43 @@ def test_54_55_sigterm_lets_streams_finish(engines: Start, proxy: Start) -> None
     assert door.process.wait(2) == 0
     streaming.sock.close()
     idle.sock.close()
+
+
+@pytest.mark.parametrize("framing", ["content-length: 300000", "transfer-encoding: chunked"])
+def test_54_sigterm_lets_requests_arrive(engines: Start, proxy: Start, framing: str) -> None:
+    """Who sends a request cannot know that the door is closing: it is taken in and answered."""
+    door = proxy(engines(1))
+    body, head = door.connect(), door.connect()
+    body.raw(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n")
+    if "chunked" in framing:
+        body.raw("493e0\r\n")
+    body.raw(b"x" * 100_000)
+    head.raw("POST /v1/completions HTTP/1.1\r\nho")
+    until(lambda: door.status()["buffered_body_bytes"] == 100_000)
+    door.process.terminate()
+    until(lambda: refuses(door.port))
+    threading.Event().wait(0.3)
+    head.raw("st: x\r\ncontent-length: 2\r\n\r\n{}")
+    body.raw(b"x" * 200_000 + (b"\r\n0\r\n\r\n" if "chunked" in framing else b""))
+    for client in (head, body):
+        response = client.read()
+        assert response.status == 200
+        assert response["connection"] == "close"
+    assert door.process.wait(3) == 0
+
+
+def test_54_a_request_that_never_arrives_does_not_hold_the_door(
+    engines: Start, proxy: Start
+) -> None:
+    door = proxy(engines(1), drain_s=0.3)
+    with door.connect() as client:
+        client.raw("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        until(lambda: door.status()["buffered_body_bytes"] == 1)
+        door.process.terminate()
+        response = client.read()
+        assert response.status == 503
+        assert response.error["code"] == "shutdown"
+        assert door.process.wait(5) == 128 + signal.SIGTERM
 
 
 def refuses(port: int) -> bool:

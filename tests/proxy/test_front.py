@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -360,6 +361,29 @@ def test_a_client_that_never_reads_is_let_go(engines: Start, proxy: Start) -> No
     until(door.idle)
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/health"])
+def test_a_pipeline_whose_answers_nobody_reads(engines: Start, proxy: Start, path: str) -> None:
+    door = proxy(engines(1))
+    client = Client(door.port, receive_buffer=4096)
+    client.sock.settimeout(1)
+    before = door.rss_bytes()
+    with contextlib.suppress(OSError):  # it takes no more, or has hung up
+        for _ in range(400):
+            client.raw(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+    assert door.rss_bytes() - before < 20_000_000
+
+
+def test_a_pipeline_that_is_read_late_is_answered_whole(shared: Pair) -> None:
+    proxy, _ = shared
+    client = Client(proxy.port, receive_buffer=4096)
+    client.raw("GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n" * 20_000)
+    threading.Event().wait(0.3)
+    for _ in range(20_000):
+        assert client.read().status == 404
+    client.post()
+    assert client.read().status == 200
+
+
 def test_a_client_that_reads_slowly_is_not_let_go(engines: Start, proxy: Start) -> None:
     door = proxy(engines(1), client_stall_s=0.5)
     client = Client(door.port, receive_buffer=4096)
@@ -490,6 +514,18 @@ def test_api_keys_guard_every_inference_route(engines: Start, proxy: Start, tmp_
     text = (tmp_path / "access.log").read_text()
     assert '"key":"alice"' in text
     assert "sk-" not in text
+
+
+def test_what_a_browser_may_read_is_the_engines_to_say(engines: Start, proxy: Start) -> None:
+    one = engines(1)
+    door = proxy(one)
+    asked = {"origin": "http://page", "access-control-request-method": "GET"}
+    assert door.request("OPTIONS", "/v1/models", **asked)["x-zenlaunch-upstream"] == "i0"
+    assert "origin: http://page" in one[0].seen()["heads"][-1]
+    answer = door.request("GET", "/v1/models", origin="http://page")
+    assert answer["access-control-allow-origin"] == "*"
+    assert door.request("GET", "/v1/models")["access-control-allow-origin"] is None
+    assert door.request("OPTIONS", "/health").status == 405
 
 
 def test_without_keys_the_clients_own_goes_to_the_engine(shared: Pair) -> None:

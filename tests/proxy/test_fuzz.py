@@ -232,29 +232,23 @@ def test_requests(seed: int) -> None:
 # -- responses
 
 
-class Transport:
-    """As much of a transport as a protocol asks for."""
+class Wire:
+    """As much of a wire, and of the pump that makes it, as a connection asks for."""
 
-    def __init__(self) -> None:
-        self.closing = False
+    fd = 0
+    connected = True
+    paused = False
+    error = None
+    unsent = ()
+
+    def connect(self, way: object, receive: object) -> Wire:
+        return self
 
     def write(self, data: bytes) -> None:
         pass
 
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def abort(self) -> None:
-        self.closing = True
-
-    def get_extra_info(self, name: str) -> Transport:
-        return self
-
-    def fileno(self) -> int:
-        return -1
+    def close(self) -> None:
+        self.fd = -1
 
 
 class Recorder:
@@ -282,17 +276,17 @@ class Recorder:
 
 
 def read_ours(parts: list[bytes]) -> Recorder:
-    upstream = Upstream(UpstreamAddress(name="a", host="h", port=1), None, pool_idle_s=1)  # type: ignore[arg-type]
-    connection = UpstreamConnection(upstream, None)  # type: ignore[arg-type]
-    connection.connection_made(Transport())  # type: ignore[arg-type]
+    address = UpstreamAddress(name="a", host="h", port=1)
+    upstream = Upstream(address, Wire(), pool_idle_s=1)  # type: ignore[arg-type]
+    connection = upstream.connect((0, ""))
     recorder = Recorder()
     connection.send(recorder, b"", b"", 0.0)
     for part in parts:
-        if connection.transport.is_closing() or recorder.end:
+        if connection.wire.fd < 0 or recorder.end:
             break
-        connection.data_received(part)
+        connection.receive(part)
     if not recorder.end:
-        connection.eof_received()
+        connection.receive(b"")
     return recorder
 
 

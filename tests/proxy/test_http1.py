@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 
 from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events, chunk
@@ -173,8 +176,8 @@ def test_what_travels_down() -> None:
         b"HTTP/1.1 200 OK\r\nDate: now\r\nContent-Length: 3\r\nConnection: x-a\r\nX-A: 1\r\n"
         b"Keep-Alive: timeout=5\r\nX-Zenlaunch-Source: fake\r\nSet-Cookie: a\r\nSet-Cookie: b"
     )
-    assert head.down == b"date: now\r\nset-cookie: a\r\nset-cookie: b\r\n"
-    assert parse_response_head(b"HTTP/1.1 200 OK\r\nA:b").down == b"a: b\r\n"
+    assert head.down == b"HTTP/1.1 200 OK\r\ndate: now\r\nset-cookie: a\r\nset-cookie: b\r\n"
+    assert parse_response_head(b"HTTP/1.0 404\r\nA:b").down == b"HTTP/1.1 404 \r\na: b\r\n"
 
 
 @pytest.mark.parametrize(
@@ -311,3 +314,23 @@ def test_whole_events(data: bytes, expected: bool) -> None:
 
 def test_an_empty_payload_is_no_chunk() -> None:
     assert chunk(b"") == b""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"a," + b" " * 60_000, b" ," * 30_000, b"," * 60_000, b"a " * 30_000, b"\t,\t" * 20_000,
+     b"1" * 60_000, b"a" * 60_000, b"%" * 60_000],
+    ids=range(8),
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [b"connection", b"host", b"content-length", b"transfer-encoding", b"expect", b"x"]
+)
+def test_no_value_takes_long_to_refuse(name: bytes, value: bytes) -> None:
+    """One request must not hold up every stream: what a pattern tries must not multiply."""
+    head = b"GET / HTTP/1.1\r\n" + name + b": " + value + b'"'
+    started = time.perf_counter()
+    with contextlib.suppress(BadMessage):
+        parse_request_head(head)
+    with contextlib.suppress(BadMessage):
+        parse_response_head(head.replace(b"GET / HTTP/1.1", b"HTTP/1.1 200 OK"))
+    assert time.perf_counter() - started < 0.5

@@ -12,6 +12,7 @@ from zenlaunch.proxy.retry import (
     counts_against,
     decide,
     fault_of_reset,
+    retry_after_s,
 )
 
 TABLE = [
@@ -80,3 +81,17 @@ def test_which_resets_are_idle_timeouts(
 
 def test_only_idle_resets_are_nobodys_fault() -> None:
     assert [fault for fault in Fault if not counts_against(fault)] == [Fault.IDLE_RESET]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (b"7", 7), (b" 7 ", 7), (b"0", 0), (b"Thu, 01 Jan 1970 00:20:00 GMT", 200),
+        (b"Thursday, 01-Jan-70 00:20:00 GMT", 200), (b"Thu Jan  1 00:20:00 1970", 200),
+        (b"Thu, 01 Jan 1970 00:00:00 GMT", 0), (None, None), (b"", None), (b"soon", None),
+        (b"-5", None), (b"1.5", None), (b"9" * 400, None), (b"\xb2", None),
+        (b"Thu, 99 Jan 1970 00:20:00 GMT", None), (b"Thu, 01 Jan 99999999999 00:20:00 GMT", None),
+    ],
+)  # fmt: skip
+def test_retry_after(value: bytes | None, expected: float | None) -> None:
+    assert retry_after_s(value, epoch_s=1000) == expected

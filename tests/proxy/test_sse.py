@@ -38,7 +38,8 @@ def test_carriage_returns_alone_end_events_too() -> None:
     [
         (b"data: [DONE]\n\n", True), (b"data:[DONE]\n\n", True), (b"data: [DONE]\r\n\r\n", True),
         (b'data: {"text": "data: [DONE]"}\n\n', False), (b"data: x [DONE]\n\n", False),
-        (b': [DONE]\n\n', False),
+        (b': [DONE]\n\n', False), (b"\xef\xbb\xbfdata: [DONE]\n\n", True),
+        (b"data: x\rdata: [DONE]\r\r", True), (b"event: x\r\ndata:[DONE]\r\n\r\n", True),
     ],
 )  # fmt: skip
 def test_done(data: bytes, done: bool) -> None:
@@ -54,6 +55,11 @@ def test_done(data: bytes, done: bool) -> None:
         (b'{"error": {"code": "server_error"}}', 500), (b'{"error": "x"}', 500),
         (b'{"error": null, "choices": []}', None), (b'{"choices": [{"error": 1}]}', None),
         (b'{"choices": [{"text": "\\"error\\""}]}', None), (b'{"token": "error"}', None),
+        (b'{"type": "error", "message": "x"}', 500), (b'{"type": "error", "code": 429}', 429),
+        (b'{"type": "response.failed", "response": {"error": {"code": "x"}}}', 500),
+        (b'{"type": "response.created", "response": {"error": null}, "x": "error"}', None),
+        (b'{\ndata: "error":\r\ndata: {"code":\rdata: 503}}', 503),
+        (b"[" * 90_000 + b'"error"', None),
         (b'{"error": broken', None), (b'{"x": ["error"]}', None), (b'{"error": {"code": 7}}', 500),
     ],
 )  # fmt: skip
@@ -64,11 +70,24 @@ def test_errors(data: bytes, status: int | None) -> None:
     assert tracker.done
 
 
+def test_an_error_in_the_first_event_after_a_byte_order_mark() -> None:
+    tracker = EventTracker()
+    tracker.feed(b'\xef\xbb\xbfdata: {"error": {"code": 501}}\n\n')
+    assert tracker.error_status == 501
+
+
 def test_a_very_large_event_is_not_held() -> None:
     tracker = EventTracker()
     assert tracker.feed(b"data: " + b"x" * 1000) == b""
+    assert not tracker.torn
     assert len(tracker.feed(b"x" * MAX_HELD_BYTES)) == MAX_HELD_BYTES + 1006
-    assert tracker.feed(b"\n\n") == b"\n\n"
+    assert tracker.torn
+    assert not tracker.at_rest
+    assert tracker.feed(b"y") == b""
+    assert tracker.torn, "the rest is held, the event not yet whole"
+    assert tracker.feed(b"\n\n") == b"y\n\n"
+    assert not tracker.torn
+    assert tracker.at_rest
 
 
 def test_a_stream_that_ends_without_its_last_line() -> None:
@@ -82,4 +101,6 @@ def test_a_stream_that_ends_without_its_last_line() -> None:
 def test_error_event() -> None:
     assert error_event(b'{"error": {}}') == b'data: {"error": {}}\n\n'
     named = error_event(b'{"error": {}}', named=True)
+    torn = error_event(b"{}", torn=True)
+    assert torn == b"\n\ndata: {}\n\n"
     assert named == b'event: error\ndata: {"type": "error", "error": {}}\n\n'

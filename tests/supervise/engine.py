@@ -39,6 +39,10 @@ parser.add_argument("--say", action="append", default=[], help="a log line at st
 parser.add_argument("--artifact", help="write this file and log it, as a compile cache does")
 parser.add_argument("--show-env", action="append", default=[])
 parser.add_argument("--echo-secret", help="log the value of this variable")
+parser.add_argument("--metrics-file", help="what /metrics answers")
+parser.add_argument("--daemon-listens", action="store_true", help="a detached grandchild serves")
+parser.add_argument("--shared-memory", action="store_true", help="a segment, whose name is logged")
+parser.add_argument("--odd-names", help="a folder: a thread and a mapped file named in no encoding")
 args = parser.parse_args()
 
 lock = threading.Lock()
@@ -72,6 +76,8 @@ def child(*, detached: bool) -> None:
 
 
 def metrics() -> str:
+    if args.metrics_file is not None:
+        return Path(args.metrics_file).read_text()
     return (
         f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'
         f'vllm:num_requests_waiting{{engine="0",model_name="m"}} 0\n'
@@ -153,6 +159,21 @@ def at(seconds: float, act: object) -> None:
     timer.start()
 
 
+def odd_names(folder: bytes) -> None:
+    """Start a thread and map a file for execution whose names are no UTF-8."""
+    import ctypes
+    import mmap
+
+    def idle() -> None:
+        ctypes.CDLL(None).prctl(15, b"\xff\xfeidle")  # PR_SET_NAME
+        time.sleep(3600)
+
+    threading.Thread(target=idle, daemon=True).start()
+    file = os.open(folder + b"/lib\xff.so", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, mmap.PAGESIZE)
+    globals()["kept"] = mmap.mmap(file, mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | 4)
+
+
 def terminate(*_: object) -> None:
     global ending
     say("got SIGTERM")
@@ -203,6 +224,20 @@ if args.never_listen:
 if args.artifact:
     Path(args.artifact).write_text("compiled")
     say(f"saved AOT compiled function to {args.artifact}")
+if args.daemon_listens:
+    if os.fork():
+        while True:
+            time.sleep(3600)
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+if args.shared_memory:
+    from multiprocessing.shared_memory import SharedMemory
+
+    segment = SharedMemory(create=True, size=1 << 20)
+    say(f"segment {segment.name}")
+if args.odd_names:
+    odd_names(os.fsencode(args.odd_names))
 server.listen(64)
 say("Application startup complete.")
 while True:

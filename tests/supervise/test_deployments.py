@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from supervise.test_outlive import TREE, Up, wait
+from supervise.test_outlive import PYTHONPATH, TREE, Up, wait
 from supervise.world import Running, deployment, engine
 from zenlaunch import child, commands, control, deployments, detach
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import LaunchError
 from zenlaunch.lifecycle import State
+from zenlaunch.logs import LogFile
 from zenlaunch.spec import LaunchSpec
 
 HERE = Path(__file__).parent
@@ -167,11 +168,16 @@ def test_nonsense_on_the_control_socket_is_answered(tmp_path: Path) -> None:
             return request
 
         async with control.control(tmp_path / "c", handle):
-            for line in (b"{\n", b"[]\n", b"\xff\n"):
+            for line in (b"{\n", b"[]\n", b"\xff\n", b"[" * 50_000 + b"\n"):
                 reader, writer = await asyncio.open_unix_connection(tmp_path / "c")
                 writer.write(line)
                 assert json.loads(await reader.readline())["ok"] is False
                 writer.close()
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "c")
+            writer.write(b"x" * 1_000_000)
+            with pytest.raises(ConnectionResetError):  # a line without an end has no answer
+                await reader.read()
+            writer.close()
             with socket.socket(socket.AF_UNIX) as silent:  # one who says nothing holds nobody up
                 silent.connect(str(tmp_path / "c"))
                 answer = await asyncio.to_thread(control.ask, tmp_path / "c", {"a": 1})
@@ -200,6 +206,22 @@ def test_a_log_is_followed_over_a_rotation(tmp_path: Path) -> None:
     assert list(lines) == []
     with pytest.raises(LaunchError, match="cannot read"):
         list(control.follow(tmp_path / "no.log"))
+
+
+def test_no_line_of_a_log_is_lost_over_rotations(tmp_path: Path) -> None:
+    """A writer that rotates all the time: what it wrote just before is read all the same."""
+    log = LogFile(tmp_path / "i0.log", most_bytes=1000, keep=200)
+    log.write(b"0\n")
+    lines = control.follow(log.path, stop=lambda: False)
+    assert next(lines) == "0"
+    for first in range(1, 2000, 100):
+        # The follower has read to the end of the file that is now written to, and then moved.
+        log.write(b"".join(b"%d\n" % n for n in range(first, first + 50)))
+        log.rotate()
+        log.write(b"".join(b"%d\n" % n for n in range(first + 50, first + 100)))
+        assert [int(next(lines)) for _ in range(100)] == list(range(first, first + 100))
+    lines.close()
+    log.close()
 
 
 def test_leftovers_of_a_killed_zenlaunch_are_found_and_ended(tmp_path: Path) -> None:
@@ -239,6 +261,72 @@ def test_leftovers_without_an_environment_are_known_by_their_session(tmp_path: P
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+@pytest.mark.parametrize("leader", ["alive", "gone"])
+def test_a_session_whose_number_was_given_out_again_is_left_alone(
+    tmp_path: Path, leader: str
+) -> None:
+    """Somebody logs in after a SIGKILL, and his shell gets the number that a shim had."""
+    code = (
+        "import os, time\n"
+        "pid = os.fork()\n"
+        "if pid: print(pid, flush=True)\n"
+        "while True: time.sleep(3600)"
+    )
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert stranger.stdout is not None
+    below = int(stranger.stdout.readline())
+    try:
+        claim = deployments.claim(tmp_path, "a", [spec()])
+        began = child.start_time(stranger.pid)
+        assert began is not None
+        claim._state["sessions"][str(stranger.pid)] = began - 1
+        claim._write()
+        os.close(claim._lock_fd)  # as a SIGKILL does
+        if leader == "gone":
+            stranger.kill()
+            stranger.wait()
+        left = {one.pid for one in deployments.leftovers(tmp_path)}
+        assert not left & {stranger.pid, below}
+    finally:
+        os.kill(below, signal.SIGKILL)
+        stranger.kill()
+        stranger.wait()
+        stranger.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "\xff\x00", "[" * 5000, '{"pid": 1}',
+     '{"pid": 1, "boot_id": "", "url": null, "log_dir": null, "started": 0, "holdings": [],'
+     ' "sessions": []}'],
+)  # fmt: skip
+def test_a_damaged_state_file_hides_nobody_who_runs(tmp_path: Path, text: str) -> None:
+    with deployments.claim(tmp_path, "a", [spec()]) as claim:
+        (claim.folder / "state.json").write_text(text, encoding="latin-1")
+        assert deployments.find(tmp_path, "a").pid == os.getpid()
+        with pytest.raises(LaunchError, match=rf"'a' is up already \(pid {os.getpid()}\)"):
+            deployments.claim(tmp_path, "a", [spec()])
+    dead(tmp_path, "b").joinpath("state.json").write_text(text, encoding="latin-1")
+    assert deployments.known(tmp_path) == []
+    deployments.end_leftovers(tmp_path)
+    deployments.claim(tmp_path, "b", [spec()]).release()
+
+
+def test_a_runtime_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    old_mask = os.umask(0)
+    try:
+        deployments.claim(root, "a", [spec()]).release()
+    finally:
+        os.umask(old_mask)
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o777)
+    with pytest.raises(LaunchError, match=r"not be in the hands of others: .* has mode drwxrwxrwx"):
+        deployments.claim(root, "a", [spec()])
 
 
 def dead(root: Path, name: str) -> Path:
@@ -290,7 +378,7 @@ def test_a_detached_one_is_waited_for_and_ended(tmp_path: Path) -> None:
     argv = [sys.executable, str(HERE / "up.py"), str(tmp_path), "far"]
     socket_path = tmp_path / "far/control.sock"
     seen: list[str] = []
-    environ = dict(os.environ) | {"PYTHONPATH": str(HERE.parent)}
+    environ = dict(os.environ) | {"PYTHONPATH": PYTHONPATH}
 
     def start(*words: str, to: str = "out") -> subprocess.Popen[bytes]:
         return detach.start([*argv, *words], output=tmp_path / to, environ=environ)

@@ -16,6 +16,7 @@ from supervise.world import left_of
 from zenlaunch import child
 
 HERE = Path(__file__).parent
+PYTHONPATH = os.pathsep.join((str(HERE.parent), str(HERE.parent.parent)))
 TREE = ("--children", "2", "--daemon", "--ignore-term")
 
 
@@ -29,14 +30,15 @@ def wait(test: Callable[[], object], timeout_s: float = 20.0) -> None:
 class Up:
     """A zenlaunch that runs in a process of its own."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, start_timeout_s: float = 30.0) -> None:
         self.name = f"outlive-{os.getpid()}-{folder.name}"
         self.out = folder / "out"
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "up.py"), str(folder), self.name, "2", *flags],
                 stdout=out,
-                env=dict(os.environ) | {"PYTHONPATH": str(HERE.parent)},
+                env=dict(os.environ)
+                | {"PYTHONPATH": PYTHONPATH, "START_TIMEOUT_S": str(start_timeout_s)},
                 start_new_session=True,
             )
 

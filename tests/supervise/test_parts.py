@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -12,8 +13,10 @@ import pytest
 
 from supervise.world import KERNEL_NAMES_BOUND, engine, free_port
 from zenlaunch import checks, compiled, crash
+from zenlaunch.blot import argv_without, is_secret, secrets_of
 from zenlaunch.cpuset import CpuSet
-from zenlaunch.logs import Lines, LogFile, is_secret, secrets_of
+from zenlaunch.logs import TAIL_CHARS, Lines, LogFile
+from zenlaunch.values import for_terminal
 
 
 def test_lines_are_cut_and_the_rest_is_kept() -> None:
@@ -42,7 +45,9 @@ def test_markers_are_found_in_their_lines() -> None:
 @pytest.mark.parametrize(
     ("name", "secret"),
     [("HF_TOKEN", True), ("VLLM_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True),
-     ("KEYBOARD", False), ("PATH", False), ("SSH_KEY", True), ("DB_PASSWORD", True)],
+     ("KEYBOARD", False), ("PATH", False), ("SSH_KEY", True), ("DB_PASSWORD", True),
+     ("AWS_ACCESS_KEY_ID", True), ("--hf-token", True), ("--tokenizer", False),
+     ("--max-num-batched-tokens", False), ("TOKENIZERS_PARALLELISM", False)],
 )  # fmt: skip
 def test_secret_names(name: str, secret: bool) -> None:
     assert is_secret(name) is secret
@@ -57,6 +62,52 @@ def test_secrets_are_blotted_out_the_longest_first() -> None:
     }
     lines = Lines(secrets=secrets_of(environ))
     assert lines.feed(b"abcdefghij abcdefgh on\n")[1] == ("*** *** on",)
+
+
+def test_secrets_are_those_of_environment_and_command_line() -> None:
+    argv = ("x", "--api-key", "first-key", "second-key", "--max-num-batched-tokens", "8192",
+            "--hf-token=hf_12345", "--api-key", "--tokenizer", "tokenizer", "-v")  # fmt: skip
+    environ = {"TLS_KEY": "-- begin --\nfirst line\n", "ODD_TOKEN": "\udcff1234567"}
+    assert set(secrets_of(environ, argv)) == {
+        b"first-key", b"second-key", b"hf_12345", b"-- begin --", b"first line", b"\xff1234567",
+    }  # fmt: skip
+    assert argv_without([*argv, "--url", "http://u:first-key@x"], [b"first-key"]) == [
+        "x", "--api-key", "***", "***", "--max-num-batched-tokens", "8192",
+        "--hf-token=***", "--api-key", "--tokenizer", "tokenizer", "-v", "--url", "http://u:***@x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1000, 65_530, 65_536, 100_000])
+def test_a_secret_in_a_line_without_an_end_is_never_in_two_pieces(size: int) -> None:
+    lines = Lines(secrets=(b"0123456789",))
+    raw = b""
+    for cut in range(11):
+        data = b"x" * size + b"0123456789"
+        at = size + cut
+        raw += lines.feed(data[:at])[0] + lines.feed(data[at:])[0]
+    raw += lines.flush()[0]
+    assert raw.count(b"***") == 11
+    assert not set(b"0123456789") & set(raw)
+    assert raw.count(b"x") == 11 * size
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("plain\tword é", "plain   word é"),
+        ("\x1b[31mred\x1b[0m and \x1b[1;4mbold", "\x1b[31mred\x1b[0m and \x1b[1;4mbold\x1b[0m"),
+        ("\x1b[2Jwiped\x1b]0;title\x07\x00", "·[2Jwiped·]0;title··"),
+        ("cut \x1b[3", "cut ·[3"),
+    ],
+)
+def test_a_line_of_a_log_does_nothing_to_a_terminal(line: str, shown: str) -> None:
+    assert for_terminal(line) == shown
+
+
+def test_the_last_lines_are_kept_short() -> None:
+    lines = Lines()
+    lines.feed(b"y" * (TAIL_CHARS + 5) + b"\n")
+    assert list(lines.tail) == ["y" * TAIL_CHARS + "... (5 characters more)"]
 
 
 def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
@@ -135,6 +186,9 @@ def test_metrics_are_summed_by_exact_name() -> None:
     assert checks.metric(text, "a_total") == 6.0
     assert checks.metric(text, "b") == 4.5
     assert checks.metric(text, "c") is None
+    assert checks.metric("a NaN\n", "a") is None
+    assert checks.metric("a +Inf\n", "a") is None
+    assert checks.metric("a garbage\na\n", "a") is None
 
 
 def test_in_flight_is_read_from_the_proxys_status() -> None:
@@ -221,14 +275,20 @@ def test_out_of_memory_is_said_only_with_evidence(tmp_path: Path, version: int) 
         (b"HTTP/1.1 what\r\n\r\n", None),
         (b"SSH-2.0\r\n\r\n", None),
         (b"", None),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\nx", None),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\nx", None),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nfffffff\r\nhi", None),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (checks.ANSWER_BYTES + 1), None),
+        (b"x" * 100_000, None),
     ],
 )  # fmt: skip
 def test_answers_are_read_whole_or_not_at_all(raw: bytes, answer: tuple[int, str] | None) -> None:
     async def scene() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(raw)
-            await writer.drain()
+            with contextlib.suppress(ConnectionError):  # who has heard enough hangs up
+                writer.write(raw)
+                await writer.drain()
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)

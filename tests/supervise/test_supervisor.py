@@ -325,13 +325,16 @@ def test_secrets_do_not_reach_the_log(tmp_path: Path) -> None:
         environ = dict(os.environ) | {"HF_TOKEN": "hf_abcdefghijkl", "VLLM_PORT": "1", "OMP_X": "1"}
         spec = engine(
             "i0", "--echo-secret", "HF_TOKEN", "--show-env", "VLLM_PORT", "--show-env", "OMP_X",
-            "--show-env", "A", unset=("VLLM_PORT", "OMP_*"), env={"A": "1"},
+            "--show-env", "A", "--say=generated-by-us", "--say=odd \xff",
+            unset=("VLLM_PORT", "OMP_*"),
+            env={"A": "1", "VLLM_API_KEY": "generated-by-us", "ODD_TOKEN": "\udcff1234567"},
         )  # fmt: skip
         async with Running(deployment(tmp_path, spec, environ=environ)) as r:
             await r.all_ready()
             assert r.log("i0")[:4] == [
                 "env VLLM_PORT=None", "env OMP_X=None", "env A=1", "the key is ***, keep it",
             ]  # fmt: skip
+            assert "***" in r.log("i0")
         assert "hf_abc" not in (tmp_path / "logs/i0.log").read_text()
 
     go(scene())

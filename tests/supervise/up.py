@@ -19,7 +19,11 @@ from zenlaunch.supervisor import Supervisor, run
 
 async def main() -> int:
     folder, name, count, *flags = sys.argv[1:]
-    specs = [engine(f"i{n}", *flags, drain_s=600.0) for n in range(int(count))]
+    start_timeout_s = float(os.environ.get("START_TIMEOUT_S", "30"))
+    specs = [
+        engine(f"i{n}", *flags, drain_s=600.0, start_timeout_s=start_timeout_s)
+        for n in range(int(count))
+    ]
     wanted = deployment(Path(folder), *specs, name=name)
     with deployments.claim(Path(folder), name, wanted.instances) as claim:
         held: list[Supervisor] = []

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from zenlaunch.proxy.answers import Answer, error_body
-from zenlaunch.proxy.http1 import RequestHead, field
+from zenlaunch.proxy.fetch import fetch
+from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.metrics import CONTENT_TYPE, Aggregate, own_exposition
 from zenlaunch.proxy.routes import Action, Resolution
-from zenlaunch.proxy.upstream import fetch
 
 _FETCH_TIMEOUT_S = 5.0
+_FETCH_BYTES = 8 * 2**20
+_MODELS_PATIENCE_S = 0.5  # one instance that hangs must not hang who asks for the models
 
 
 def _json(status: int, value: object, *, fields: bytes = b"") -> Answer:
@@ -113,22 +115,46 @@ class Admin:
             hub.pump_soon()
         return _json(200, {"name": name, "draining": command == "drain", "in_flight": in_flight})
 
-    async def _ask_all(self, path: str, fields: bytes) -> list[tuple[str, bytes]]:
-        """GET a path of every usable upstream; return the good answers in order."""
+    async def _ask_all(
+        self, path: str, fields: bytes, *, patience_s: float = _FETCH_TIMEOUT_S
+    ) -> list[tuple[str, ResponseHead, bytes]]:
+        """GET a path of every usable upstream; return the good answers in order.
+
+        Once one is there, the others are waited for no longer than `patience_s`.
+        """
         hub = self._hub
-        names = hub.balancer.usable()
-        answers = await asyncio.gather(
-            *(
-                fetch(hub.upstreams[name], path, timeout_s=_FETCH_TIMEOUT_S, fields=fields)
-                for name in names
-            ),
-            return_exceptions=True,
-        )
-        return [
-            (name, answer[1])
-            for name, answer in zip(names, answers, strict=True)
-            if not isinstance(answer, BaseException) and answer[0] == 200
-        ]
+        asked = {
+            name: hub.loop.create_task(
+                fetch(
+                    hub.upstreams[name],
+                    path,
+                    timeout_s=_FETCH_TIMEOUT_S,
+                    fields=fields,
+                    limit_bytes=_FETCH_BYTES,
+                )
+            )
+            for name in hub.balancer.usable()
+        }
+        found: dict[str, tuple[ResponseHead, bytes]] = {}
+        pending = set(asked.values())
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=patience_s if found else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for name, task in asked.items():
+                    if task in done and task.exception() is None:
+                        head, body = task.result()
+                        if head.status == 200:
+                            found[name] = head, body
+                if not done:
+                    break
+        finally:
+            for task in pending:
+                task.cancel()
+        return [(name, *found[name]) for name in asked if name in found]
 
     async def models(self, head: RequestHead) -> Answer:
         """Join the models of the living; the same model of several instances is one."""
@@ -137,22 +163,27 @@ class Admin:
         if not fields and not len(hub.keys):
             given = field(head.fields, b"authorization")
             fields = b"authorization: %b\r\n" % given if given else b""
-        answers = await self._ask_all("/v1/models", fields)
+        origin = field(head.fields, b"origin")
+        if origin:  # a browser's: whether it may read the answer is the engines' to say
+            fields += b"origin: %b\r\n" % origin
+        answers = await self._ask_all("/v1/models", fields, patience_s=_MODELS_PATIENCE_S)
         models: dict[str, Any] = {}
         known = False
-        for _, body in answers:
+        cors = b""
+        for _, answered, body in answers:
             try:
                 data = json.loads(body)["data"]
                 for model in data:
                     models.setdefault(model["id"], model)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             known = True
+            cors = cors or _cors_fields(answered)
         if not known:
             wait_s = hub.balancer.retry_after_s(hub.now())
             body = error_body(503, "no_instance", "no instance says which models it has")
             return Answer(status=503, body=body, fields=b"retry-after: %d\r\n" % wait_s)
-        return _json(200, {"object": "list", "data": list(models.values())})
+        return _json(200, {"object": "list", "data": list(models.values())}, fields=cors)
 
     async def metrics(self) -> Answer:
         """Return the proxy's metrics, those kept for it in a file, and those of all instances."""
@@ -165,19 +196,24 @@ class Admin:
             connections=len(hub.clients),
         )
         aggregate = Aggregate()
-        for name, body in answers:
+        aggregate.add(None, own.decode())  # an instance may be such a proxy: each family is one
+        aggregate.add(None, _text_of(hub.options.metrics_file))
+        for name, _, body in answers:
             # A large exposition must not hold up the streams: in a thread, and one at a time.
             await asyncio.to_thread(aggregate.add, name, body.decode("utf-8", "replace"))
-        body = own + _text_of(hub.options.metrics_file) + aggregate.text().encode()
-        return Answer(status=200, body=body, content_type=CONTENT_TYPE)
+        return Answer(status=200, body=aggregate.text().encode(), content_type=CONTENT_TYPE)
 
 
-def _text_of(path: Path | None) -> bytes:
-    """Return the lines of a metrics file; nothing while there is none."""
+def _text_of(path: Path | None) -> str:
+    """Return a metrics file; nothing while there is none."""
     if path is None:
-        return b""
+        return ""
     try:
-        text = path.read_bytes()
+        return path.read_text(errors="replace")
     except OSError:
-        return b""
-    return text if text.endswith(b"\n") or not text else text + b"\n"
+        return ""
+
+
+def _cors_fields(head: ResponseHead) -> bytes:
+    names = (b"access-control-", b"vary")
+    return b"".join(one.down for one in head.fields if one.name.startswith(names))

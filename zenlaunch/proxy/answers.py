@@ -42,6 +42,15 @@ def error_body(status: int, code: str, message: str) -> bytes:
     return json.dumps({"error": error}, ensure_ascii=False).encode()
 
 
+def one_line(body: bytes, status: int) -> bytes:
+    """Return a JSON body as one line, or an error of our own when it is something else."""
+    try:
+        return json.dumps(json.loads(body)).encode()
+    except (ValueError, RecursionError):
+        message = f"the instance said {status}, and no events"
+        return error_body(status if status >= 400 else 502, "upstream_error", message)
+
+
 def own_head(
     status: int,
     *,

@@ -9,7 +9,7 @@ while, but never the last upstream there is. `now` is any monotonic clock, in se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -50,7 +50,8 @@ class Rules:
 
     An upstream that fails `eject_after` times in a row rests `eject_s`, twice as long each time, up
     to `eject_max_s`. Each failure weighs like `penalty` requests in flight for `penalty_s`, so that
-    an upstream that fails fast does not attract everything.
+    an upstream that fails fast does not attract everything. While nobody is usable, one that is new
+    is worth waiting for `expect_s`, or until its first probe has failed.
     """
 
     eject_after: int = 3
@@ -62,13 +63,18 @@ class Rules:
     probe_misses: int = 3
     max_in_flight: int | None = None
     max_in_flight_per_upstream: int | None = None
+    expect_s: float = 0.5
 
 
 class Lease(NamedTuple):
-    """One request's claim on an upstream, from `acquire` to `release`."""
+    """One request's claim on an upstream, from `acquire` to `release`.
+
+    `member` is the upstream as it was then: another engine may have its name since.
+    """
 
     upstream: str
     trial: bool
+    member: _Member
 
 
 class Choice(NamedTuple):
@@ -78,6 +84,7 @@ class Choice(NamedTuple):
     lease: Lease | None
 
 
+_PICKED, _SUCCESS, _FAILURE = Verdict.PICKED, Outcome.SUCCESS, Outcome.FAILURE
 _BUSY = Choice(Verdict.BUSY, None)
 _NONE_USABLE = Choice(Verdict.NONE_USABLE, None)
 
@@ -102,12 +109,14 @@ class _Member:
         "ejections",
         "ejections_total",
         "errors",
+        "expected_until",
         "failures",
         "half_open",
         "in_flight",
         "misses",
         "name",
         "penalty_until",
+        "position",
         "ready",
         "requests",
         "seen",
@@ -116,6 +125,7 @@ class _Member:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.position = 0  # in the rotation
         self.ready = False
         self.seen = False
         self.draining = False
@@ -130,6 +140,7 @@ class _Member:
         self.penalty_until = 0.0
         self.half_open = False
         self.trials = 0
+        self.expected_until = 0.0
 
     def forgive(self) -> None:
         self.failures = 0
@@ -159,10 +170,12 @@ class Balancer:
     ) -> None:
         self.policy = policy
         self.rules = rules
-        self._members = [_Member(name) for name in names]
-        self._by_name = {member.name: member for member in self._members}
+        self._strict = policy is Policy.ROUND_ROBIN
+        self._members: list[_Member] = []
+        self._by_name: dict[str, _Member] = {}
         self._next = 0
         self._in_flight = 0
+        self.set_members(names, -math.inf)  # none of these is waited for
 
     def __repr__(self) -> str:
         members = ", ".join(f"{m.name}:{m.in_flight}" for m in self._members)
@@ -178,11 +191,23 @@ class Balancer:
         """The upstreams in the order of rotation."""
         return tuple(member.name for member in self._members)
 
-    def set_members(self, names: Iterable[str]) -> None:
-        """Replace the list of upstreams; those that stay keep their state and their leases."""
-        self._members = [self._by_name.get(name) or _Member(name) for name in names]
-        for member in self._members:
-            self._by_name[member.name] = member
+    def set_members(
+        self, names: Iterable[str], now: float, *, replaced: Container[str] = ()
+    ) -> None:
+        """Replace the list of upstreams; those that stay keep their state and their leases.
+
+        A name in `replaced` is another engine's from now on: nothing is held against that one,
+        neither then nor when requests of the one before end.
+        """
+        before, self._by_name = self._by_name, {}
+        for position, name in enumerate(names):
+            member = before.get(name)
+            if member is None or name in replaced:
+                member = _Member(name)
+                member.expected_until = now + self.rules.expect_s
+            member.position = position
+            self._by_name[name] = member
+        self._members = list(self._by_name.values())
         self._next = 0
 
     def acquire(self, now: float, *, exclude: frozenset[str] = frozenset()) -> Choice:
@@ -190,17 +215,12 @@ class Balancer:
         rules = self.rules
         if rules.max_in_flight is not None and self._in_flight >= rules.max_in_flight:
             return _BUSY
-        members = self._members
-        count = len(members)
         cap = rules.max_in_flight_per_upstream
         best: _Member | None = None
         best_load = math.inf
         last_resort: _Member | None = None
-        position = 0
         busy = False
-        for step in range(count):
-            at = (self._next + step) % count
-            member = members[at]
+        for member in self._members[self._next :] + self._members[: self._next]:
             if not member.ready or member.draining or member.name in exclude:
                 continue
             if cap is not None and member.in_flight >= cap:
@@ -210,23 +230,26 @@ class Balancer:
                 if last_resort is None or member.barred_until < last_resort.barred_until:
                     last_resort = member
                 continue
-            if self.policy is Policy.ROUND_ROBIN:
-                best, position = member, at
+            if self._strict:
+                best = member
                 break
             load: float = member.in_flight
             if now < member.penalty_until and not member.half_open:
                 load += rules.penalty * member.failures
             if load < best_load:
-                best, best_load, position = member, load, at
+                best, best_load = member, load
         if best is None:
             if busy:
                 return _BUSY
             if last_resort is None:
+                for member in self._members:
+                    if now < member.expected_until and member.name not in exclude:
+                        return _BUSY
                 return _NONE_USABLE
             # All that are left are resting. Passive evidence never closes the door altogether.
-            best, position = last_resort, members.index(last_resort)
-        self._next = (position + 1) % count
-        return Choice(Verdict.PICKED, self._lease(best))
+            best = last_resort
+        self._next = best.position + 1
+        return Choice(_PICKED, self._lease(best))
 
     def lease(self, name: str) -> Lease:
         """Count one more request in flight at a named upstream, whatever its state."""
@@ -238,7 +261,7 @@ class Balancer:
         self._in_flight += 1
         if member.half_open:
             member.trials += 1
-        return Lease(member.name, member.half_open)
+        return Lease(member.name, member.half_open, member)
 
     def release(
         self, lease: Lease, outcome: Outcome, now: float, *, retry_after_s: float | None = None
@@ -247,17 +270,19 @@ class Balancer:
 
         `retry_after_s` is what the upstream itself asked for: it rests so long.
         """
-        member = self._by_name[lease.upstream]
+        member = lease.member
         member.in_flight -= 1
         self._in_flight -= 1
         ejections = member.ejections_total
         if lease.trial:
             member.trials -= 1
-        if outcome is Outcome.SUCCESS:
+        if outcome is _SUCCESS:
             if member.half_open and not lease.trial:
                 return False  # begun before the ejection: says nothing of how it is now
+            asked_for = 0.0 if lease.trial else member.barred_until
             member.forgive()
-        elif outcome is Outcome.FAILURE:
+            member.barred_until = asked_for  # others' success does not undo a Retry-After
+        elif outcome is _FAILURE:
             self._blame(member, lease, now)
         if retry_after_s is not None and retry_after_s > 0:
             rest = min(retry_after_s, self.rules.retry_after_max_s)
@@ -273,6 +298,8 @@ class Balancer:
             return
         if not (lease.trial or member.failures >= rules.eject_after):
             return
+        if self._by_name.get(member.name) is not member:
+            return  # it gets nothing any more
         if not any(other.ready and not other.draining and now >= other.barred_until
                    for other in self._members if other is not member):  # fmt: skip
             return
@@ -289,6 +316,7 @@ class Balancer:
         if member.ready:
             return False
         member.ready = member.seen = True
+        member.expected_until = 0.0
         member.forgive()
         return True
 
@@ -300,6 +328,7 @@ class Balancer:
         """
         member = self._by_name[name]
         member.misses += 1
+        member.expected_until = 0.0
         if not member.ready or not (decisive or member.misses >= self.rules.probe_misses):
             return False
         member.ready = False
@@ -317,11 +346,18 @@ class Balancer:
         member.draining = False
         return member.in_flight
 
-    def forget(self, name: str) -> None:
-        """Take a name as that of another engine from now on: not ready, nothing held against it."""
+    def rest(self, name: str, until: float) -> None:
+        """Let an upstream rest; like any that does, it serves when nobody else can."""
         member = self._by_name[name]
-        member.ready = member.seen = False
-        member.forgive()
+        member.barred_until = max(member.barred_until, until)
+
+    def in_flight_at(self, name: str) -> int:
+        """Return the number of requests that an upstream has."""
+        return self._by_name[name].in_flight
+
+    def drained(self) -> tuple[str, ...]:
+        """Return the upstreams that are being, or have been, drained."""
+        return tuple(member.name for member in self._members if member.draining)
 
     def is_ready(self, name: str) -> bool:
         """Tell whether an upstream's last word was that it is well."""

@@ -7,129 +7,93 @@ Every path ends in `_end`, once: there the lease, the budget and the log line ar
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-from bisect import bisect_left
-from time import monotonic
 from typing import TYPE_CHECKING
 
-from zenlaunch.proxy.answers import error_body
+from zenlaunch.proxy.answers import error_body, one_line
+from zenlaunch.proxy.attempt import Attempt
 from zenlaunch.proxy.balancer import Lease, Outcome, Verdict
-from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
-from zenlaunch.proxy.metrics import SECONDS, Counters, bump
+from zenlaunch.proxy.http1 import ResponseHead, field
+from zenlaunch.proxy.metrics import Counters, bump
 from zenlaunch.proxy.reply import Reply
-from zenlaunch.proxy.retry import FIRST, Fault, History, Next, counts_against, decide
-from zenlaunch.proxy.sse import EventTracker
-from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
+from zenlaunch.proxy.retry import (
+    FIRST,
+    TOLD,
+    Fault,
+    History,
+    Next,
+    counts_against,
+    decide,
+    retry_after_s,
+)
+from zenlaunch.proxy.upstream import Relay, UpstreamConnection
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
     from zenlaunch.proxy.hub import Hub
+    from zenlaunch.proxy.intake import Request
     from zenlaunch.proxy.routes import Route
 
 log = logging.getLogger("zenlaunch.proxy")
 
-# What a client is told when nothing can be tried any more.
-_TOLD: dict[Fault, tuple[int, str, str]] = {
-    Fault.UNREACHABLE: (503, "upstream_unreachable", "no instance could be reached"),
-    Fault.CONNECT_TIMEOUT: (503, "upstream_unreachable", "no instance took the connection in time"),
-    Fault.UNAVAILABLE: (503, "upstream_unavailable", "no instance takes requests now"),
-    Fault.IDLE_RESET: (502, "upstream_broken", "the instance closed the connection"),
-    Fault.DIED: (502, "upstream_broken", "the instance broke the connection before it answered"),
-    Fault.GARBAGE: (502, "upstream_garbage", "the instance answered something that is not HTTP"),
-    Fault.TRUNCATED: (502, "upstream_truncated", "the instance's answer ended before its end"),
-    Fault.FIRST_BYTE_TIMEOUT: (504, "upstream_timeout", "the instance did not answer in time"),
-    Fault.GAP_TIMEOUT: (504, "upstream_stalled", "the instance's answer stood still"),
-}
+_FAILURE = Outcome.FAILURE
+SHUTDOWN = "the proxy is shutting down"
 
 
 class Exchange:
     """A request between the moment it is whole and the moment its answer is done."""
 
     __slots__ = (
-        "_body",
-        "_body_bytes",
+        "_attempt",
         "_client",
         "_connection",
         "_counters",
         "_deadline",
-        "_dial",
         "_ended",
         "_error",
-        "_first_byte_s",
-        "_head",
-        "_held",
-        "_held_bytes",
         "_history",
         "_hub",
-        "_last_byte",
+        "_last_comment",
         "_lease",
         "_queued_at",
         "_reply",
-        "_request_fields",
-        "_reserved_bytes",
-        "_response",
+        "_request",
         "_route",
         "_started",
         "_stream_wanted",
-        "_target",
-        "_tracker",
         "_upstream",
-        "key_name",
         "method",
-        "request_id",
     )
 
-    def __init__(
-        self,
-        hub: Hub,
-        client: ClientConnection,
-        *,
-        head: RequestHead,
-        route: Route,
-        target: bytes,
-        request_id: str,
-        key_name: str | None,
-        body: bytes | bytearray,
-        body_bytes: int,
-        reserved_bytes: int,
-    ) -> None:
+    def __init__(self, hub: Hub, client: ClientConnection, request: Request, route: Route) -> None:
         self._hub = hub
         self._client = client
-        self._head = head
+        self._request = request
         self._route = route
-        self._target = target
-        self._body = body
-        self._body_bytes = body_bytes
-        self._reserved_bytes = reserved_bytes
-        self.method = head.method
-        self.request_id = request_id
-        self.key_name = key_name
-        self._reply = Reply(client, head, request_id)
+        self.method = request.head.method
+        self._reply = Reply(client, request.head, request.id)
         self._upstream = ""
         self._started = hub.now()
         self._history: History = FIRST
         self._lease: Lease | None = None
         self._counters: Counters | None = None
         self._connection: UpstreamConnection | None = None
-        self._dial: asyncio.Task[None] | None = None
+        self._attempt: Attempt | None = None
         self._queued_at: float | None = None
         self._deadline = 0.0
-        self._last_byte = 0.0
-        self._response: ResponseHead | None = None
-        self._tracker: EventTracker | None = None
-        self._held: list[bytes] | None = None
-        self._held_bytes = 0
+        self._last_comment = 0.0
         self._stream_wanted = False
         self._ended = False
         self._error = ""
-        self._first_byte_s: float | None = None
-        self._request_fields = b""
 
     def __repr__(self) -> str:
         at = self._lease.upstream if self._lease else "nowhere"
         return f"<Exchange {self.method} {self._route.path} at {at} begun={self._reply.begun}>"
+
+    @property
+    def tried(self) -> frozenset[str]:
+        """The instances that this request is not sent to any more."""
+        return self._history.tried
 
     # -- choosing and sending
 
@@ -137,19 +101,10 @@ class Exchange:
         """Begin: take an instance, or a place in the queue, or be refused."""
         hub = self._hub
         hub.exchanges.add(self)
+        request = self._request
         if hub.options.sse_keepalive_s is not None:
-            self._stream_wanted = _wants_stream(self._body, self._body_bytes)
-            self._last_byte = self._started
-        # A key that was checked here is not the engine's business: it gets its own, or none.
-        keyless = hub.upstream_authorization or len(hub.keys)
-        has_body = self._body_bytes or self.method == "POST"
-        self._request_fields = b"%b%bx-request-id: %b\r\n%b%b\r\n" % (
-            self._head.up_keyless if keyless else self._head.up,
-            self._client.forwarded(self._head),
-            self.request_id.encode(),
-            hub.upstream_authorization,
-            b"content-length: %d\r\n" % self._body_bytes if has_body else b"",
-        )
+            self._stream_wanted = request.wants_stream()
+            self._last_comment = self._started
         if hub.waiting:
             self._queue()
         else:
@@ -197,46 +152,35 @@ class Exchange:
         if upstream is None:  # removed by a reload between choosing and sending
             self._failed(Fault.UNREACHABLE)
             return
-        connection = None if fresh else upstream.take(hub.now())
+        now = hub.now()
+        connection = None if fresh else upstream.take(now)
         if connection is None:
-            self._dial = hub.loop.create_task(self._connect(upstream))
-        else:
-            self._send(connection)
-
-    async def _connect(self, upstream: Upstream) -> None:
-        try:
-            async with asyncio.timeout(self._hub.options.connect_timeout_s):
-                connection = await upstream.connect()
-        except TimeoutError:
-            self._dial = None
-            self._failed(Fault.CONNECT_TIMEOUT)
-        except OSError:
-            self._dial = None
-            self._failed(Fault.UNREACHABLE)
-        else:
-            self._dial = None
             try:
-                self._send(connection)
-            except Exception:
-                log.exception("sending a request failed")
+                connection = upstream.connect()
+            except OSError:
                 self._failed(Fault.UNREACHABLE)
-
-    def _send(self, connection: UpstreamConnection) -> None:
-        if connection.transport.is_closing():  # lost between the dial and now; nothing was sent
-            self._failed(Fault.UNREACHABLE)
-            return
-        now = self._hub.now()
+                return
+        request = self._request
         self._connection = connection
-        self._deadline = now + self._hub.options.first_byte_timeout_s
-        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" % (
-            self.method.encode(),
-            self._target,
-            connection.upstream.authority,
-            self._request_fields,
+        self._attempt = Attempt(
+            self._counters, started=self._started, hold_bytes=hub.options.hold_bytes
         )
-        if self._counters is not None:
-            self._counters.bytes_sent += self._body_bytes
-        connection.send(self, head, self._body, now)
+        self._deadline = now + hub.options.first_byte_timeout_s
+        has_body = request.body_bytes or self.method == "POST"
+        # A key that was checked here is not the engine's business: it gets its own, or none.
+        keyless = hub.upstream_authorization or len(hub.keys)
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%bx-request-id: %b\r\n%b%b\r\n" % (
+            self.method.encode(),
+            request.resolution.target,
+            upstream.authority,
+            request.head.up_keyless if keyless else request.head.up,
+            self._client.forwarded(request.head),
+            request.id.encode(),
+            hub.upstream_authorization,
+            b"content-length: %d\r\n" % request.body_bytes if has_body else b"",
+        )
+        self._counters.bytes_sent += request.body_bytes
+        connection.send(self, head, request.body, now)
 
     # -- what the upstream says
 
@@ -257,93 +201,61 @@ class Exchange:
                 connection.cancel(self)
                 self._connection = None
                 self._count_fault(Fault.UNAVAILABLE, retried=True)
-                self._release(Outcome.FAILURE, retry_after_s=_retry_after_s(head))
+                self._release(Outcome.FAILURE, retry_after_s=self._rest_s(head))
                 self._history = history
                 self._go(choice.lease)
                 return
-        self._response = head
-        content_type = head.content_type
-        if content_type.startswith(b"text/event-stream"):
-            if field(head.fields, b"content-encoding") is None:
-                self._tracker = EventTracker()
-        elif (
-            content_type.startswith(b"application/json")
-            if head.length_bytes is None
-            else head.length_bytes <= self._hub.options.hold_bytes
-        ):
-            self._held = []
+        assert self._attempt is not None
+        self._attempt.take_head(head, early=self._reply.early)
 
     def on_body(self, connection: UpstreamConnection, payload: bytes) -> None:
-        now = self._hub.now()
-        counters = self._counters
-        assert counters is not None
-        counters.bytes_received += len(payload)
-        if self._first_byte_s is None:
-            self._first_byte_s = now - self._started
-            counters.first_byte.observe(self._first_byte_s)
-        elif self._tracker is not None:
-            counters.gaps.observe(now - self._last_byte)
-        self._last_byte = now
-        tracker = self._tracker
-        if tracker is not None:
-            events = tracker.events
-            payload = tracker.feed(payload)
-            counters.events += tracker.events - events
-            if payload:
-                self._forward(payload)
-        elif self._held is not None:
-            self._held.append(payload)
-            self._held_bytes += len(payload)
-            if self._held_bytes > self._hub.options.hold_bytes:
-                held, self._held = b"".join(self._held), None
-                self._forward(held)
-        else:
-            self._forward(payload)
+        assert self._attempt is not None
+        ready = self._attempt.take(payload, self._hub.now())
+        if ready:
+            self._forward(self._attempt, ready)
 
     def relay(self) -> Relay | None:
         """Take whole chunks as they are once all before them has gone out the same way."""
-        tracker = self._tracker
-        if self._reply.takes_chunks and tracker is not None and tracker.at_rest:
-            return self._relay_chunk
-        return None
+        attempt, reply = self._attempt, self._reply
+        if not reply.takes_chunks or attempt is None:
+            return None
+        if attempt.tracker is None or not attempt.tracker.at_rest:
+            return None
+        write, count = self._client.outlet.write, attempt.count_events
 
-    def _relay_chunk(self, data: bytes) -> None:
-        self._reply.relay(data)
-        now = monotonic()
-        counters = self._counters
-        assert counters is not None
-        counters.bytes_received += len(data)
-        counters.events += data.count(b"\n\n")
-        gaps = counters.gaps
-        gap_s = now - self._last_byte
-        gaps.counts[bisect_left(SECONDS, gap_s)] += 1
-        gaps.sum_s += gap_s
-        self._last_byte = now
+        def relay(data: bytes) -> None:
+            write(data)
+            reply.bytes_out += len(data)
+            count(data)
+
+        return relay
 
     def on_end(self, connection: UpstreamConnection) -> None:
         self._connection = None
-        head, tracker, reply = self._response, self._tracker, self._reply
+        attempt, reply = self._attempt, self._reply
+        assert attempt is not None
+        head, tracker = attempt.head, attempt.tracker
         assert head is not None
         self._error = ""  # of an attempt before this one
+        rest = attempt.take_rest()
         if tracker is not None:
-            rest = tracker.flush()
             if not tracker.done and self._route.ends_with_done and head.status == 200:
                 self._failed(Fault.TRUNCATED if reply.begun else Fault.DIED)
                 return
             if rest:
-                self._forward(rest)
+                self._forward(attempt, rest)
+                rest = b""
             if tracker.error_status is not None:
                 self._error = "engine-error"
-        payload = b"".join(self._held or ())
-        if reply.early and tracker is None:
+        elif reply.early:
             # The client was promised a stream: what came instead can be told as an event only.
-            reply.error_event(_one_line(payload, head.status), named=self._route.named_events)
-            self._end(self._outcome(head), status=head.status, keep=False)
+            reply.error_event(one_line(rest, head.status), named=self._route.named_events)
+            self._end(attempt.outcome(), status=head.status, keep=False)
             return
         if not reply.begun:
-            self._begin(head, payload, length_bytes=len(payload))
+            self._begin(head, rest, length_bytes=len(rest))
         reply.end()
-        self._end(self._outcome(head), status=head.status, keep=reply.keep)
+        self._end(attempt.outcome(), status=head.status, keep=reply.keep)
 
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         self._connection = None
@@ -351,43 +263,27 @@ class Exchange:
             fault = Fault.TRUNCATED
         self._failed(fault)
 
-    def _outcome(self, head: ResponseHead) -> Outcome:
-        engine_status = self._tracker.error_status if self._tracker is not None else None
-        status = engine_status or head.status
-        if status >= 500 or status in (408, 429):
-            if self._counters is not None:
-                kind = "engine-error" if engine_status else f"status-{head.status}"
-                bump(self._counters.errors, kind)
-            return Outcome.FAILURE
-        return Outcome.SUCCESS if status < 400 else Outcome.NEUTRAL
-
-    def _forward(self, payload: bytes) -> None:
+    def _forward(self, attempt: Attempt, payload: bytes) -> None:
         if self._reply.begun:
             self._reply.body(payload)
             return
-        head = self._response
+        head = attempt.head
         assert head is not None
         # An event stream's length is not passed on: an error event must fit in at any time.
-        length_bytes = head.length_bytes if self._tracker is None else None
+        length_bytes = head.length_bytes if attempt.tracker is None else None
         self._begin(head, payload, length_bytes=length_bytes)
 
     def _begin(self, head: ResponseHead, payload: bytes, *, length_bytes: int | None) -> None:
-        self._drop_body()
-        if self._client.paused:  # still full of an earlier answer
+        self._request.drop()  # it will not be sent again
+        if self._client.outlet.paused:  # still full of an earlier answer
             self.pause()
         self._reply.begin(
             head,
             payload,
             upstream=self._upstream,
             length_bytes=length_bytes,
-            events=self._tracker is not None,
+            events=head.content_type.startswith(b"text/event-stream"),
         )
-
-    def _drop_body(self) -> None:
-        """Forget the request's body: it will not be sent again."""
-        self._body = b""
-        self._hub.body_bytes -= self._reserved_bytes
-        self._reserved_bytes = 0
 
     # -- when things break
 
@@ -405,9 +301,7 @@ class Exchange:
         if fault in (Fault.UNREACHABLE, Fault.DIED, Fault.TRUNCATED, Fault.CONNECT_TIMEOUT):
             self._hub.probe_soon(lease.upstream)
         if after is not Next.GIVE_UP:
-            self._response = self._tracker = self._held = None
-            self._held_bytes = 0
-            self._first_byte_s = None
+            self._attempt = None
         if after is Next.SAME_FRESH:
             self._go(lease, fresh=True)
             return
@@ -419,7 +313,7 @@ class Exchange:
             self._give_up(fault)
 
     def _give_up(self, fault: Fault) -> None:
-        status, code, message = _TOLD[fault]
+        status, code, message = TOLD[fault]
         self._error = fault
         if self._reply.head_sent:
             self._break_off(status, error_body(status, code, message))
@@ -429,8 +323,10 @@ class Exchange:
     def _break_off(self, status: int, body: bytes) -> None:
         """End a begun answer honestly: an error event where events are read, never a clean end."""
         reply = self._reply
-        if self._tracker is not None or reply.early:
-            reply.error_event(body, named=self._route.named_events)
+        tracker = self._attempt.tracker if self._attempt is not None else None
+        if tracker is not None or reply.early:
+            torn = tracker is not None and tracker.torn
+            reply.error_event(body, named=self._route.named_events, torn=torn)
         self._end(Outcome.NEUTRAL, status=status, keep=False, reset=not reply.shows_a_break)
 
     def _refuse_none_usable(self) -> None:
@@ -453,7 +349,7 @@ class Exchange:
             extra = b"retry-after: %d\r\n" % wait_s
         keep = reply.keep and not self._hub.draining
         self._client.write_own(
-            status, body, request_id=self.request_id, keep_alive=keep, extra=extra
+            status, body, request_id=self._request.id, keep_alive=keep, extra=extra
         )
         reply.bytes_out += len(body)
         self._end(Outcome.NEUTRAL, status=status, keep=keep, own=True)
@@ -470,11 +366,10 @@ class Exchange:
         if self._ended:
             return
         self._error = "shutdown"
-        message = "the proxy is shutting down"
         if self._reply.head_sent:
-            self._break_off(503, error_body(503, "shutdown", message))
+            self._break_off(503, error_body(503, "shutdown", SHUTDOWN))
         else:
-            self._refuse(503, "shutdown", message, retry_after=True)
+            self._refuse(503, "shutdown", SHUTDOWN, retry_after=True)
 
     # -- time and back-pressure
 
@@ -485,23 +380,32 @@ class Exchange:
             if now >= self._deadline:
                 self._refuse(503, "queue_timeout", "no instance was free in time", retry_after=True)
             return
-        if self._connection is None or self._client.paused:
+        connection = self._connection
+        if connection is None:
             return
-        if self._first_byte_s is None:
+        if not connection.wire.connected:
+            if now - connection.sent_at >= options.connect_timeout_s:
+                self._time_out(Fault.CONNECT_TIMEOUT)
+            return
+        if self._client.outlet.paused:
+            return
+        attempt = self._attempt
+        assert attempt is not None
+        if attempt.first_byte_s is None:
             if now >= self._deadline:
                 self._time_out(Fault.FIRST_BYTE_TIMEOUT)
                 return
-        elif now - self._last_byte >= options.gap_timeout_s:
+        elif now - attempt.last_byte >= options.gap_timeout_s:
             self._time_out(Fault.GAP_TIMEOUT)
             return
         if (
             self._stream_wanted
             and options.sse_keepalive_s is not None
             and not self._reply.begun
-            and self._response is None
-            and now - self._last_byte >= options.sse_keepalive_s
+            and attempt.head is None
+            and now - self._last_comment >= options.sse_keepalive_s
         ):
-            self._last_byte = now
+            self._last_comment = now
             self._reply.comment(upstream=self._upstream)
 
     def _time_out(self, fault: Fault) -> None:
@@ -513,13 +417,14 @@ class Exchange:
     def pause(self) -> None:
         """Let the engine wait: the client reads too slowly."""
         if self._connection is not None:
-            self._connection.pause()
+            self._connection.wire.pause()
 
     def resume(self) -> None:
         """Let the engine go on."""
-        self._last_byte = self._hub.now()
+        if self._attempt is not None:
+            self._attempt.last_byte = self._hub.now()
         if self._connection is not None:
-            self._connection.resume()
+            self._connection.wire.resume()
 
     # -- the end
 
@@ -530,6 +435,10 @@ class Exchange:
             bump(self._counters.errors, str(fault))
         if retried:
             bump(self._counters.retries, str(fault))
+
+    def _rest_s(self, head: ResponseHead) -> float | None:
+        hub = self._hub
+        return retry_after_s(field(head.fields, b"retry-after"), epoch_s=hub.epoch_s + hub.now())
 
     def _release(self, outcome: Outcome, *, retry_after_s: float | None = None) -> None:
         lease, self._lease = self._lease, None
@@ -553,10 +462,7 @@ class Exchange:
         if self._ended:
             return
         self._ended = True
-        hub = self._hub
-        if self._dial is not None:
-            self._dial.cancel()
-            self._dial = None
+        hub, attempt = self._hub, self._attempt
         if self._connection is not None:
             self._connection.cancel(self)
             self._connection = None
@@ -564,16 +470,16 @@ class Exchange:
             hub.waiting.remove(self)
             self._queued_at = None
         if self._lease is not None:
-            retry_after_s = None
-            if self._response is not None and outcome is Outcome.FAILURE:
-                retry_after_s = _retry_after_s(self._response)
-            self._release(outcome, retry_after_s=retry_after_s)
+            wait_s = None
+            if attempt is not None and attempt.head and outcome is _FAILURE:
+                wait_s = self._rest_s(attempt.head)
+            self._release(outcome, retry_after_s=wait_s)
         if own:
             bump(hub.stats.own, status)
         elif self._counters is not None:
             bump(self._counters.codes, status)
         hub.exchanges.discard(self)
-        self._drop_body()
+        self._request.drop()
         if hub.log.enabled:
             now = hub.now()
             hub.log.add(
@@ -583,40 +489,14 @@ class Exchange:
                 path=self._route.path,
                 status=status,
                 upstream=self._upstream,
-                request_id=self.request_id,
-                key=self.key_name,
-                bytes_in=self._body_bytes,
+                request_id=self._request.id,
+                key=self._request.key_name,
+                bytes_in=self._request.body_bytes,
                 bytes_out=self._reply.bytes_out,
-                first_byte_s=self._first_byte_s,
+                first_byte_s=attempt.first_byte_s if attempt is not None else None,
                 duration_s=now - self._started,
                 attempts=self._history.attempts + 1,
                 error=self._error,
             )
         if tell:
             self._client.exchange_done(keep=keep, reset=reset)
-
-
-def _wants_stream(body: bytes | bytearray, size_bytes: int) -> bool:
-    """Tell whether a request asks for an event stream; large ones are not looked into."""
-    if size_bytes > 262_144:
-        return False
-    try:
-        value = json.loads(body)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and value.get("stream") is True
-
-
-def _retry_after_s(head: ResponseHead) -> float | None:
-    value = field(head.fields, b"retry-after")
-    if value is None or not value.isdigit() or len(value) > 6:
-        return None
-    return float(value)
-
-
-def _one_line(body: bytes, status: int) -> bytes:
-    """Return a JSON body as one line, or an error of our own when it is something else."""
-    try:
-        return json.dumps(json.loads(body)).encode()
-    except ValueError:
-        return error_body(status, "upstream_error", f"the instance said {status}")

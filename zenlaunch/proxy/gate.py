@@ -12,6 +12,8 @@ from zenlaunch.proxy.http1 import RequestHead
 from zenlaunch.proxy.routes import Action, Resolution
 from zenlaunch.proxy.trust import KeyRing, presented_key
 
+_PROXY, _ADMIN = Action.PROXY, Action.ADMIN
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -64,16 +66,20 @@ def examine(
     `private` requests come through the admin socket: its file's mode is their key.
     """
     route = resolution.route
-    if route is None or route.action is Action.BLOCKED:
+    if route is None:
         return NOT_FOUND, None
-    if route.action is Action.EACH_INSTANCE:
-        return EACH_INSTANCE, None
+    action = route.action
+    if action is not _PROXY:
+        if action is Action.BLOCKED:
+            return NOT_FOUND, None
+        if action is Action.EACH_INSTANCE:
+            return EACH_INSTANCE, None
     if resolution.allow:
         return _not_allowed(resolution), None
     name = None
     if private or head.method == "OPTIONS":  # a CORS preflight carries no key
         pass
-    elif route.action is Action.ADMIN:
+    elif action is _ADMIN:
         name = admin_keys.name_of(presented_key(head)) if len(admin_keys) else None
         if name is None:
             return ADMIN_ONLY, None
@@ -82,7 +88,7 @@ def examine(
         name = keys.name_of(key)
         if name is None:
             return (WRONG_KEY if key else NO_KEY), None
-    if route.action is Action.WEBSOCKET or b"websocket" in head.upgrade:
+    if b"websocket" in head.upgrade or (action is not _PROXY and action is Action.WEBSOCKET):
         return NO_WEBSOCKET, name
     return None, name
 

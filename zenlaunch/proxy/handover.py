@@ -1,8 +1,9 @@
 """A proxy is replaced without a pause: on SIGUSR2 a successor takes the sockets, this one drains.
 
-Owns the start of the successor (the same command, so a new version of the program too), the sockets
-it inherits, and the word that it serves. A successor that ends before it serves changes nothing.
-systemd is told who the main process is now (sd_notify(3), MAINPID=).
+Owns the start of the successor (the same command, so a new version of the program too), what it
+inherits (the sockets, and who is drained), and the word that it serves. A successor that ends
+before it serves changes nothing. systemd is told who the main process is now (sd_notify(3),
+MAINPID=).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from zenlaunch import notify
@@ -27,11 +28,15 @@ _NOT_PASSED_ON = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inherited:
-    """The sockets of the one before, and the pipe on which it waits for our word."""
+    """The sockets of the one before, and the pipe on which it waits for our word.
+
+    `drained` are the upstreams that an operator has drained there.
+    """
 
     listening: socket.socket
     admin: socket.socket | None
     word: int
+    drained: tuple[str, ...]
 
     def serving(self) -> None:
         """Tell the one before that it may go."""
@@ -45,7 +50,7 @@ def inherited(environ: Mapping[str, str] = os.environ) -> Inherited | None:
     text = environ.get(VARIABLE, "")
     if not text:
         return None
-    listening, admin, word = text.split(",")
+    listening, admin, word, drained = text.split(",")
     for fd in (listening, admin, word):
         if fd:
             os.set_inheritable(int(fd), False)
@@ -53,6 +58,7 @@ def inherited(environ: Mapping[str, str] = os.environ) -> Inherited | None:
         listening=socket.socket(fileno=int(listening)),
         admin=socket.socket(fileno=int(admin)) if admin else None,
         word=int(word),
+        drained=tuple(drained.split()),
     )
 
 
@@ -64,7 +70,9 @@ class Handover:
         self._sockets = (listening, admin)
         self._under_way = False
 
-    async def go(self, leave: Callable[[signal.Signals], None]) -> None:
+    async def go(
+        self, leave: Callable[[signal.Signals], None], *, drained: Iterable[str] = ()
+    ) -> None:
         """Start a successor; when it serves, `leave` is called to drain and end this one."""
         if self._under_way:
             return
@@ -72,7 +80,7 @@ class Handover:
         word_r, word_w = os.pipe()
         try:
             try:
-                shell = self._start(word_w)
+                shell = self._start(word_w, drained)
             finally:
                 os.close(word_w)
             await asyncio.to_thread(os.waitpid, shell, 0)
@@ -92,13 +100,14 @@ class Handover:
         notify.stop()
         leave(signal.SIGTERM)
 
-    def _start(self, word: int) -> int:
+    def _start(self, word: int, drained: Iterable[str]) -> int:
         fds = [os.dup(s.fileno()) if s is not None else None for s in self._sockets]
         for handed in (*fds, word):
             if handed is not None:
                 os.set_inheritable(handed, True)
         environ = {k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON}
-        environ[VARIABLE] = ",".join("" if fd is None else str(fd) for fd in (*fds, word))
+        numbers = ["" if fd is None else str(fd) for fd in (*fds, word)]
+        environ[VARIABLE] = ",".join((*numbers, " ".join(drained)))
         # Through a shell that ends at once, so that the successor is a child of systemd (or of our
         # supervisor): systemd does not wait for the end of a main process that is not its child.
         command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, *sys.orig_argv[1:]]

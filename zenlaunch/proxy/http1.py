@@ -22,8 +22,9 @@ _REQUEST_LINE = re.compile(rb"(" + _TCHAR + rb"+) ([\x21-\x7e]+) HTTP/([0-9])\.(
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
 FIELD_LINE = re.compile(_TCHAR + rb"+:" + _VALUE)
 _HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _DIGITS = re.compile(rb"[0-9]{1,15}")
-_TOKENS = re.compile(rb"[ \t]*" + _TCHAR + rb"*[ \t]*(?:,[ \t]*" + _TCHAR + rb"*[ \t]*)*")
+_TOKEN = re.compile(_TCHAR + rb"*")
 
 # Fields of one hop: never forwarded, in either direction (RFC 9110 7.6.1, and their old relatives).
 HOP_BY_HOP = frozenset(
@@ -111,6 +112,7 @@ class RequestHead(NamedTuple):
     one_hop: frozenset[bytes]
     up: bytes  # the lines that travel on
     up_keyless: bytes  # the same without the client's API key
+    request_id: str  # the client's own, empty if it gave none that is fit to be passed on
 
 
 class ResponseHead(NamedTuple):
@@ -125,7 +127,7 @@ class ResponseHead(NamedTuple):
     keep_alive: bool
     one_hop: frozenset[bytes]
     content_type: bytes  # lower case
-    down: bytes  # the lines that travel on
+    down: bytes  # the status line and the lines that travel on
 
 
 KEY_FIELDS = frozenset({b"authorization", b"x-api-key"})
@@ -218,7 +220,13 @@ def _parse_request(head: bytes) -> RequestHead:
         one_hop,
         b"".join([one[2] for one in travelling]),
         b"".join([one[2] for one in travelling if one[0] not in KEY_FIELDS]),
+        _request_id(fields),
     )
+
+
+def _request_id(fields: Fields) -> str:
+    given = field(fields, b"x-request-id")
+    return given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else ""
 
 
 def _parse_response(head: bytes) -> ResponseHead:
@@ -252,7 +260,8 @@ def _parse_response(head: bytes) -> ResponseHead:
         keep_alive,
         one_hop,
         (field(fields, b"content-type") or b"").lower(),
-        b"".join([one[3] for one in fields if one[0] not in one_hop]),
+        b"HTTP/1.1 %d %b\r\n%b"
+        % (status, reason, b"".join([one[3] for one in fields if one[0] not in one_hop])),
     )
 
 
@@ -330,9 +339,11 @@ def _framing(length: bytes | None, coding: bytes, *, minor: int) -> int | None:
 
 @lru_cache(maxsize=256)
 def _tokens(value: bytes) -> frozenset[bytes]:
-    if _TOKENS.fullmatch(value) is None:
+    # Taken apart before it is matched: one pattern for the list would take quadratic time.
+    tokens = [token.strip(b" \t") for token in value.split(b",")]
+    if not all(map(_TOKEN.fullmatch, tokens)):
         raise BadMessage("malformed Connection")
-    return frozenset(token.strip(b" \t") for token in value.split(b",")) - {b""}
+    return frozenset(tokens) - {b""}
 
 
 def field(fields: Fields, name: bytes) -> bytes | None:

@@ -16,12 +16,16 @@ from collections import deque
 from email.utils import formatdate
 from typing import TYPE_CHECKING
 
+from zenlaunch.checks import metric
 from zenlaunch.proxy.accesslog import AccessLog
 from zenlaunch.proxy.balancer import Balancer
+from zenlaunch.proxy.fetch import fetch
 from zenlaunch.proxy.metrics import Stats
 from zenlaunch.proxy.options import ProxyOptions
-from zenlaunch.proxy.trust import KeyRing, Peers, load_keys, read_secret
-from zenlaunch.proxy.upstream import Upstream, fetch
+from zenlaunch.proxy.progress import RUNNING, STEPS, Progress
+from zenlaunch.proxy.pump import Pump
+from zenlaunch.proxy.trust import KeyRing, Peers, load_key, load_keys
+from zenlaunch.proxy.upstream import Upstream
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
@@ -40,6 +44,7 @@ class Hub:
         self.loop = loop
         self.now = time.monotonic  # loop.time() of uvloop knows milliseconds only
         self.max_connections = max_connections
+        self.wires = Pump(loop)
         self.upstreams: dict[str, Upstream] = {}
         self.balancer = Balancer((), policy=options.policy, rules=options.rules)
         self.stats = Stats()
@@ -54,14 +59,14 @@ class Hub:
         self.body_bytes = 0
         self.draining = False
         self.date = b""
-        # From the loop's clock to the epoch: one subtraction instead of a system call a request.
-        self.epoch_s = time.time() - time.monotonic()
+        self.epoch_s = 0.0  # from the loop's clock to the epoch, kept by `tick`
         self._second = -1
         self._ids = f"{os.urandom(6).hex()}-"
         self._id = 0
         self._pumping = False
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._wake: dict[str, asyncio.Event] = {}
+        self._progress: dict[str, Progress] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.tick()
 
@@ -98,30 +103,32 @@ class Hub:
         admin_keys = load_keys(options.admin_keys_file, None)
         authorization = b""
         if options.upstream_key_file is not None:
-            secret = read_secret(options.upstream_key_file).strip()
-            authorization = b"authorization: Bearer %b\r\n" % secret.encode()
+            key = load_key(options.upstream_key_file)
+            authorization = b"authorization: Bearer %b\r\n" % key.encode()
         self.keys, self.admin_keys = keys, admin_keys
         self.upstream_authorization = authorization
 
     def set_upstreams(self, options: ProxyOptions) -> None:
         """Take the list of upstreams from `options`; those that stay keep their state."""
         wanted = {address.name: address for address in options.addresses}
-        for name in [name for name in self.upstreams if name not in wanted]:
-            self.upstreams.pop(name).close_idle()
+        gone = [n for n, u in self.upstreams.items() if wanted.get(n) != u.address]
+        for name in gone:
+            upstream = self.upstreams.pop(name)
+            upstream.retire()
             self._probes.pop(name).cancel()
-            self.balancer.forget(name)
-        for name, address in wanted.items():
-            old = self.upstreams.get(name)
-            if old is not None and old.address == address:
-                continue
-            if old is not None:
-                old.close_idle()
-                self._probes.pop(name).cancel()
-                self.balancer.forget(name)
-            self.upstreams[name] = Upstream(address, self.loop, pool_idle_s=options.pool_idle_s)
+            del self._wake[name], self._progress[name]
+            log.info("upstream %s: %s gets no more requests", name, upstream.address.url)
+        new = [name for name in wanted if name not in self.upstreams]
+        self.balancer.set_members(wanted, self.now(), replaced=gone)
+        for name in new:
+            self.upstreams[name] = Upstream(
+                wanted[name], self.wires, pool_idle_s=options.pool_idle_s
+            )
             self._wake[name] = asyncio.Event()
+            self._progress[name] = Progress(options.hang_s)
             self._probes[name] = self.loop.create_task(self._probe(name))
-        self.balancer.set_members(wanted)
+            log.info("upstream %s: %s is new", name, wanted[name].url)
+        self.pump_soon()
 
     def spawn(self, coroutine: object) -> None:
         """Run a coroutine beside the connections until it ends or the proxy does."""
@@ -143,15 +150,19 @@ class Hub:
         await asyncio.gather(*tasks, return_exceptions=True)
         for upstream in self.upstreams.values():
             upstream.close_idle()
+        self.wires.stop()
         self.log.close()
 
     # -- time
 
     def tick(self) -> None:
         """Refresh what changes once a second."""
-        second = int(time.time())
+        now = time.time()
+        second = int(now)
         if second != self._second:
             self._second = second
+            # One subtraction instead of a system call a request; the clock may be set at any time.
+            self.epoch_s = now - time.monotonic()
             self.date = formatdate(second, usegmt=True).encode()
             self.log.flush()
 
@@ -160,10 +171,12 @@ class Hub:
             await asyncio.sleep(interval_s)
             now = self.now()
             self.tick()
-            for exchange in list(self.exchanges):
-                exchange.check(now)
-            for client in list(self.clients):
-                client.check(now)
+            checked: list[Exchange | ClientConnection] = [*self.exchanges, *self.clients]
+            for one in checked:
+                try:
+                    one.check(now)
+                except Exception:  # one that is odd must not end the time of all others
+                    log.exception("checking %r failed", one)
             for upstream in self.upstreams.values():
                 upstream.close_idle(now)
             if self.waiting:
@@ -181,6 +194,7 @@ class Hub:
         if len(self.waiting) >= self.options.max_queued:
             return False
         self.waiting.append(exchange)
+        self.pump_soon()
         return True
 
     def pump_soon(self) -> None:
@@ -190,13 +204,19 @@ class Hub:
             self.loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Start waiting requests, in order, as long as instances take them."""
+        """Start waiting requests, in order, as long as instances take them.
+
+        One that has failed somewhere waits for the others only: it holds up nobody who does not.
+        """
         self._pumping = False
+        passed: list[Exchange] = []
         while self.waiting:
             exchange = self.waiting.popleft()
             if not exchange.retake():
-                self.waiting.appendleft(exchange)
-                return
+                passed.append(exchange)
+                if not exchange.tried:
+                    break
+        self.waiting.extendleft(reversed(passed))
 
     # -- probes
 
@@ -210,7 +230,11 @@ class Hub:
         options = self.options
         wake = self._wake[name]
         while True:
-            await self._probe_once(name)
+            try:
+                await self._probe_once(name)
+            except Exception:  # nobody else would ever ask again
+                log.exception("a probe of upstream %s failed", name)
+            self.pump_soon()  # who waited for it has a place now, or must be told
             ready = self.balancer.is_ready(name)
             pause_s = options.probe_ready_interval_s if ready else options.probe_interval_s
             wake.clear()
@@ -227,7 +251,7 @@ class Hub:
         counters = self.stats.of(name)
         received = counters.bytes_received
         try:
-            status, _ = await fetch(
+            head, _ = await fetch(
                 upstream,
                 self.options.probe_path,
                 timeout_s=self.options.probe_timeout_s,
@@ -243,12 +267,36 @@ class Hub:
                 what = "is silent" if isinstance(error, TimeoutError) else "breaks connections"
                 self._note(name, self.balancer.probe_missed(name, decisive=False), what)
             return
-        if status == 200:
+        if head.status == 200:
             self._note(name, self.balancer.probe_answered(name), "is ready")
-            self.pump_soon()
+            await self._look_for_progress(name)
         else:
             gone = self.balancer.probe_missed(name, decisive=True)
-            self._note(name, gone, f"says {status}")
+            self._note(name, gone, f"says {head.status}")
+
+    async def _look_for_progress(self, name: str) -> None:
+        """Let an engine rest that says it is well and stands still with requests in it."""
+        progress, balancer = self._progress[name], self.balancer
+        in_flight, received = balancer.in_flight_at(name), self.stats.of(name).bytes_received
+        if not progress.is_doubtful(self.now(), in_flight=in_flight, received=received):
+            return
+        try:
+            head, body = await fetch(
+                self.upstreams[name],
+                "/metrics",
+                timeout_s=self.options.probe_timeout_s,
+                fields=self.upstream_authorization,
+                limit_bytes=8 * 2**20,
+            )
+        except OSError:
+            return
+        text = body.decode("utf-8", "replace") if head.status == 200 else ""
+        running, steps = metric(text, RUNNING), metric(text, STEPS)
+        now = self.now()
+        if progress.stands_still(now, running=running, steps=steps):
+            pause_s = self.options.probe_ready_interval_s
+            balancer.rest(name, now + self.options.hang_s / 5 + 2 * pause_s)
+            log.warning("upstream %s has %d requests and stands still", name, in_flight)
 
     def _note(self, name: str, changed: bool, what: str) -> None:
         if changed:

@@ -7,6 +7,7 @@ into text when somebody asks. The engines' own metrics are joined line by line: 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -190,6 +191,22 @@ def own_exposition(
     return generate_latest(registry)
 
 
+# A sample of the text format 0.0.4: name, labels, value, and perhaps a time.
+_LABEL = r'[ \t]*[a-zA-Z_]\w*="(?:[^"\\]|\\.)*"[ \t]*'
+_SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][\w:]*)(?:[ \t]*\{(?P<labels>(?:LABEL(?:,LABEL)*,?)?)\})?"
+    r"(?P<rest>[ \t]+[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)"
+    r"(?:[ \t]+-?\d+)?)[ \t]*".replace("LABEL", _LABEL),
+    re.ASCII | re.IGNORECASE,
+)
+_PAIR = re.compile(r'(\w+)="(?:[^"\\]|\\.)*"', re.ASCII)
+_META = re.compile(
+    r"# (?:HELP (?P<helped>[a-zA-Z_:][\w:]*)(?: .*)?"
+    r"|TYPE (?P<typed>[a-zA-Z_:][\w:]*) (?:counter|gauge|histogram|summary|untyped))",
+    re.ASCII,
+)
+
+
 class Aggregate:
     """Join the metrics of several instances into one exposition."""
 
@@ -199,26 +216,34 @@ class Aggregate:
         # family -> its HELP/TYPE lines and its samples, in the order of first sight
         self._families: dict[str, tuple[list[str], list[str]]] = {}
 
-    def add(self, instance: str, text: str) -> None:
-        """Add one instance's exposition, each sample labelled with `instance`.
+    def add(self, instance: str | None, text: str) -> None:
+        """Add one exposition, each sample labelled with `instance`; with None as it is.
 
         A label `instance` that is there already becomes `exported_instance`, as in Prometheus.
+        Lines that are no metrics are left out: one of them would make the whole unreadable.
         """
-        label = f'instance="{instance}"'
         family = ""
         described: set[str] = set()
-        for line in text.splitlines():
-            if line.startswith(("# HELP ", "# TYPE ")):
-                family = line.split(" ", 3)[2]
-                meta, _ = self._families.setdefault(family, ([], []))
+        for line in text.split("\n"):
+            if line.startswith("#"):
+                meta = _META.fullmatch(line)
+                if meta is None:
+                    continue
+                family = meta["helped"] or meta["typed"]
+                known, _ = self._families.setdefault(family, ([], []))
                 kind = line[:7] + family
-                if kind not in described and not any(m.startswith(kind + " ") for m in meta):
-                    meta.append(line)
+                if kind not in described and not any(m.startswith(kind + " ") for m in known):
+                    known.append(line)
                 described.add(kind)
-            elif line and not line.startswith("#"):
-                name = line[: _name_end(line)]
-                owner = family if family and name.startswith(family) else name
-                self._families.setdefault(owner, ([], []))[1].append(_labelled(line, label))
+                continue
+            sample = _SAMPLE.fullmatch(line)
+            if sample is None:
+                continue
+            if instance is not None:
+                line = _labelled(sample, instance)
+            name = sample["name"]
+            owner = family if family and name.startswith(family) else name
+            self._families.setdefault(owner, ([], []))[1].append(line)
 
     def text(self) -> str:
         """Return the joined exposition."""
@@ -229,44 +254,11 @@ class Aggregate:
         return "\n".join(lines) + "\n" if lines else ""
 
 
-def _name_end(line: str) -> int:
-    for at, char in enumerate(line):
-        if char in "{ \t":
-            return at
-    return len(line)
-
-
-def _labelled(line: str, label: str) -> str:
-    end = _name_end(line)
-    if line[end : end + 1] != "{":
-        return f"{line[:end]}{{{label}}}{line[end:]}"
-    rest = line[end + 1 :]
-    if 'instance="' in rest:
-        rest = _renamed(rest)
-    comma = "" if rest.lstrip().startswith("}") else ","
-    return f"{line[:end]}{{{label}{comma}{rest}"
-
-
-def _renamed(labels: str) -> str:
-    """Rename a label `instance`; quoted values are left alone."""
-    out: list[str] = []
-    quoted = False
-    at = 0
-    while at < len(labels):
-        char = labels[at]
-        if quoted:
-            if char == "\\":
-                out.append(labels[at : at + 2])
-                at += 2
-                continue
-            quoted = char != '"'
-        elif char == '"':
-            quoted = True
-        elif char == "}":
-            out.append(labels[at:])
-            break
-        elif labels.startswith("instance=", at) and (at == 0 or labels[at - 1] in ", "):
-            out.append("exported_")
-        out.append(char)
-        at += 1
-    return "".join(out)
+def _labelled(sample: re.Match[str], instance: str) -> str:
+    labels = sample["labels"] or ""
+    if 'instance="' in labels:
+        labels = _PAIR.sub(
+            lambda pair: f"exported_{pair[0]}" if pair[1] == "instance" else pair[0], labels
+        )
+    comma = "," if labels.strip() else ""
+    return f'{sample["name"]}{{instance="{instance}"{comma}{labels}}}{sample["rest"]}'

@@ -6,30 +6,14 @@ sizes bytes. Contradictions raise `ProxyError` here, before anything is opened.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from zenlaunch.config import HalfClose, Policy
 from zenlaunch.errors import ProxyError
+from zenlaunch.proxy.address import UpstreamAddress, address_of
 from zenlaunch.proxy.balancer import Rules
-from zenlaunch.values import host_port
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamAddress:
-    """One engine: `name` is what status, metrics and `x-zenlaunch-upstream` call it."""
-
-    name: str
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """The address as a URL."""
-        return f"http://{host_port(self.host, self.port)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +62,7 @@ class ProxyOptions:
     probe_ready_interval_s: float = 5.0
     probe_timeout_s: float = 10.0
     probe_misses: int = 3
+    hang_s: float = 120.0  # requests, silence and a counter that stands still: no more requests
     eject_after: int = 3
     eject_s: float = 5.0
     eject_max_s: float = 60.0
@@ -133,28 +118,12 @@ _POSITIVE = (
     "max_in_flight_per_upstream",
 )
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
 
 def _addresses(upstreams: tuple[tuple[str, str], ...]) -> tuple[UpstreamAddress, ...]:
     found: dict[str, UpstreamAddress] = {}
     for name, url in upstreams:
-        if _NAME.fullmatch(name) is None:
-            raise ProxyError(
-                f"upstream name {name!r} is not usable",
-                hint="Use letters, digits, dot, dash and underscore.",
-            )
+        address = address_of(name, url)
         if name in found:
             raise ProxyError(f"two upstreams are called {name!r}")
-        try:
-            parts = urlsplit(url)
-            port = parts.port or 80
-        except ValueError as error:
-            raise ProxyError(f"upstream {name}: {url!r}: {error}") from error
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
-            raise ProxyError(
-                f"upstream {name}: {url!r} is not the address of an engine",
-                hint="Write http://HOST:PORT, without a path.",
-            )
-        found[name] = UpstreamAddress(name=name, host=parts.hostname, port=port)
+        found[name] = address
     return tuple(found.values())

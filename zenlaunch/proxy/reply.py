@@ -1,13 +1,12 @@
 """The answer to one request as its client sees it: head, framing, body, and an honest end.
 
 Rebuilds the head (hop-by-hop fields gone, ours added), frames the body for the client's version of
-HTTP and knows whether a break would show by itself. Whole chunks of events pass unchanged. Decides
-nothing: `exchange` says what to send and when the answer is over.
+HTTP and knows whether a break would show by itself. Decides nothing: `exchange` says what to send
+and when the answer is over.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.chunks import LAST_CHUNK, chunk
@@ -34,6 +33,7 @@ class Reply:
         "_has_length",
         "_request",
         "_request_id",
+        "_write",
         "begun",
         "bytes_out",
         "early",
@@ -42,6 +42,7 @@ class Reply:
 
     def __init__(self, client: ClientConnection, request: RequestHead, request_id: str) -> None:
         self._client = client
+        self._write = client.outlet.write
         self._request = request
         self._request_id = request_id.encode()
         self._chunked = False
@@ -83,7 +84,7 @@ class Reply:
         self.begun = True
         self.bytes_out += len(payload)
         if self.early:
-            self._client.transport.write(chunk(payload) if self._chunked else payload)
+            self._write(chunk(payload) if self._chunked else payload)
             return
         fields = response.down
         if self._request.method == "HEAD" or response.status in (204, 304):
@@ -101,55 +102,33 @@ class Reply:
                 fields += b"x-accel-buffering: no\r\n"
             if field(response.fields, b"cache-control") is None:
                 fields += b"cache-control: no-cache\r\n"
-        line = b"HTTP/1.1 %d %b\r\n" % (response.status, response.reason)
-        self._write_head(line, fields, upstream, payload)
+        self._write_head(fields, upstream, payload)
 
     def comment(self, *, upstream: str) -> None:
         """Send an event-stream comment; the first one gives up the holding of the head."""
         if self.head_sent:
-            self._client.transport.write(chunk(_COMMENT) if self._chunked else _COMMENT)
+            self._write(chunk(_COMMENT) if self._chunked else _COMMENT)
             return
         self.early = True
-        fields = b"content-type: text/event-stream; charset=utf-8\r\n"
+        fields = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         fields += b"cache-control: no-cache\r\nx-accel-buffering: no\r\n" + self._open_end()
         payload = chunk(_COMMENT) if self._chunked else _COMMENT
-        self._write_head(b"HTTP/1.1 200 OK\r\n", fields, upstream, payload)
+        self._write_head(fields, upstream, payload)
 
     def body(self, payload: bytes) -> None:
         """Send more of the body."""
         self.bytes_out += len(payload)
-        self._client.transport.write(chunk(payload) if self._chunked else payload)
+        self._write(chunk(payload) if self._chunked else payload)
 
-    def relay(self, data: bytes) -> None:
-        """Send whole chunks as they are.
-
-        Most of the proxy's life is here: one system call at once is cheaper than the transport's
-        queue. The transport still takes what the socket does not, and finds out what is broken. The
-        descriptor is the connection's own: it is closed after `connection_lost` only.
-        """
-        size = len(data)
-        self.bytes_out += size
-        client = self._client
-        transport = client.transport
-        if transport.get_write_buffer_size() or transport.is_closing():
-            transport.write(data)
-            return
-        try:
-            sent = os.write(client.fd, data)
-        except OSError:
-            sent = 0
-        if sent != size:
-            transport.write(data[sent:])
-
-    def error_event(self, line: bytes, *, named: bool) -> None:
+    def error_event(self, line: bytes, *, named: bool, torn: bool = False) -> None:
         """Send an event that tells of an error; `line` is one line of JSON."""
-        event = error_event(line, named=named)
-        self._client.transport.write(chunk(event) if self._chunked else event)
+        event = error_event(line, named=named, torn=torn)
+        self._write(chunk(event) if self._chunked else event)
 
     def end(self) -> None:
         """End the body."""
         if self._chunked:
-            self._client.transport.write(LAST_CHUNK)
+            self._write(LAST_CHUNK)
 
     def _open_end(self) -> bytes:
         """Choose a framing for a body of unknown length; return its field line."""
@@ -159,13 +138,12 @@ class Reply:
         self.keep = False
         return b""
 
-    def _write_head(self, line: bytes, fields: bytes, upstream: str, payload: bytes) -> None:
+    def _write_head(self, fields: bytes, upstream: str, payload: bytes) -> None:
         if self._client.draining:
             self.keep = False
-        self._client.transport.write(
-            b"%b%bx-request-id: %b\r\nx-zenlaunch-upstream: %b\r\n%b\r\n%b"
+        self._write(
+            b"%bx-request-id: %b\r\nx-zenlaunch-upstream: %b\r\n%b\r\n%b"
             % (
-                line,
                 fields,
                 self._request_id,
                 upstream.encode(),

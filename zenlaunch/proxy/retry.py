@@ -10,6 +10,7 @@ died under the request may have died *of* it, so one other is asked and no more.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
 # A server's idle timeout resets a reused connection at once; later, the request was at work.
@@ -28,6 +29,20 @@ class Fault(StrEnum):
     GAP_TIMEOUT = "gap-timeout"
     GARBAGE = "garbage"
     TRUNCATED = "truncated"
+
+
+# What a client is told when nothing can be tried any more.
+TOLD: dict[Fault, tuple[int, str, str]] = {
+    Fault.UNREACHABLE: (503, "upstream_unreachable", "no instance could be reached"),
+    Fault.CONNECT_TIMEOUT: (503, "upstream_unreachable", "no instance took the connection in time"),
+    Fault.UNAVAILABLE: (503, "upstream_unavailable", "no instance takes requests now"),
+    Fault.IDLE_RESET: (502, "upstream_broken", "the instance closed the connection"),
+    Fault.DIED: (502, "upstream_broken", "the instance broke the connection before it answered"),
+    Fault.GARBAGE: (502, "upstream_garbage", "the instance answered something that is not HTTP"),
+    Fault.TRUNCATED: (502, "upstream_truncated", "the instance's answer ended before its end"),
+    Fault.FIRST_BYTE_TIMEOUT: (504, "upstream_timeout", "the instance did not answer in time"),
+    Fault.GAP_TIMEOUT: (504, "upstream_stalled", "the instance's answer stood still"),
+}
 
 
 class Next(StrEnum):
@@ -61,6 +76,19 @@ def fault_of_reset(*, reused: bool, any_byte: bool, elapsed_s: float) -> Fault:
 def counts_against(fault: Fault) -> bool:
     """Tell whether the balancer holds a fault against the upstream."""
     return fault is not Fault.IDLE_RESET
+
+
+def retry_after_s(value: bytes | None, *, epoch_s: float) -> float | None:
+    """Return for how long a Retry-After asks: seconds, or a date (RFC 9110 10.2.3); None: it says
+    nothing. `epoch_s` is now.
+    """
+    text = (value or b"").decode("latin-1").strip()
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - epoch_s)
+    except (ValueError, OverflowError):
+        return None
 
 
 def decide(

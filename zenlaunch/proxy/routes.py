@@ -126,7 +126,7 @@ ROUTES: tuple[Route, ...] = (
         "/docs",
         "/redoc",
     ),
-    *_rows(Action.MODELS, "GET HEAD", "/v1/models"),
+    *_rows(Action.MODELS, "GET HEAD OPTIONS", "/v1/models"),
     *_rows(Action.HEALTH, "GET HEAD", "/health", guarded=False),
     *_rows(Action.HEALTH, "GET HEAD POST", "/ping", guarded=False),
     *_rows(Action.METRICS, "GET HEAD", "/metrics", guarded=False),

@@ -27,9 +27,10 @@ from zenlaunch import notify
 from zenlaunch.errors import ProxyError, ZenlaunchError
 from zenlaunch.proxy.admin import Admin
 from zenlaunch.proxy.downstream import ClientConnection
-from zenlaunch.proxy.handover import Handover, inherited
+from zenlaunch.proxy.handover import Handover, Inherited, inherited
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.proxy.peer import watch_peer
 from zenlaunch.values import host_port
 
 log = logging.getLogger("zenlaunch.proxy")
@@ -62,7 +63,7 @@ def run(options: ProxyOptions, *, reload: Callable[[], ProxyOptions] | None = No
                     sock,
                     admin_sock,
                     handover,
-                    serving=before.serving if before is not None else None,
+                    before=before,
                     max_connections=max_connections,
                     reload=reload,
                 )
@@ -81,19 +82,26 @@ async def _serve(
     admin_sock: socket.socket | None,
     handover: Handover,
     *,
-    serving: Callable[[], None] | None,
+    before: Inherited | None,
     max_connections: int,
     reload: Callable[[], ProxyOptions] | None,
 ) -> int:
     loop = asyncio.get_running_loop()
     hub = Hub(options, loop, max_connections=max_connections)
+    watch_peer(sock)
     admin = Admin(hub)
     stopping: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.put_nowait, signum)
     loop.add_signal_handler(signal.SIGHUP, _reload, hub, reload)
-    loop.add_signal_handler(signal.SIGUSR2, lambda: hub.spawn(handover.go(stopping.put_nowait)))
+    loop.add_signal_handler(
+        signal.SIGUSR2,
+        lambda: hub.spawn(handover.go(stopping.put_nowait, drained=hub.balancer.drained())),
+    )
     hub.start()
+    for name in before.drained if before is not None else ():
+        if name in hub.upstreams:
+            hub.balancer.drain(name)
     await _know_upstreams(hub)
     servers = [
         await loop.create_server(
@@ -111,8 +119,8 @@ async def _serve(
     gc.set_threshold(50_000, 50, 100)
     print(f"listening on {_url(sock)}", file=sys.stderr, flush=True)
     notify.start(loop)
-    if serving is not None:
-        serving()
+    if before is not None:
+        before.serving()
     try:
         signum = await stopping.get()
         log.info("%s: no new connections, %d answers to finish", signum.name, len(hub.exchanges))
@@ -139,12 +147,19 @@ async def _know_upstreams(hub: Hub) -> None:
 
 
 async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
-    """Wait for the answers under way; cut those that take too long. True when none was cut."""
+    """Wait for the answers under way; cut those that take too long. True when none was cut.
+
+    A request that is still arriving counts: who sends it cannot know that the door is closing.
+    """
     loop = hub.loop
     deadline = loop.time() + hub.options.drain_s
-    while hub.exchanges and loop.time() < deadline and stopping.empty():
+
+    def busy() -> bool:
+        return bool(hub.exchanges) or any(client.busy for client in hub.clients)
+
+    while busy() and loop.time() < deadline and stopping.empty():
         await asyncio.sleep(0.02)
-    whole = not hub.exchanges
+    whole = not busy()
     for client in list(hub.clients):
         client.cut()
     flushed_by = loop.time() + 2.0
@@ -156,15 +171,21 @@ async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
 
 
 def _reload(hub: Hub, reload: Callable[[], ProxyOptions] | None) -> None:
-    """Read again what may change; on any error keep what was there."""
+    """Read again what may change; where anything of it is wrong, all stays as it was."""
     try:
         options = reload() if reload is not None else None
         hub.load_secrets()
+    except ZenlaunchError as error:
+        hint = f" {error.hint}" if error.hint else ""
+        log.error("reload: %s; nothing was changed.%s", error.message, hint)
+    else:
         if options is not None:
             hub.set_upstreams(options)
+        log.info("reload: keys and %d upstreams are as their files say", len(hub.upstreams))
+    try:
         hub.log.reopen()
     except ZenlaunchError as error:
-        log.error("reload: %s; nothing was changed", error.message)
+        log.error("reload: %s; lines go where they went", error.message)
 
 
 def _listening_socket(options: ProxyOptions) -> socket.socket:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 import re
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 
 from zenlaunch.errors import ProxyError
 from zenlaunch.proxy.http1 import RequestHead, field
+
+log = logging.getLogger("zenlaunch.proxy")
 
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)\s*:\s*(\S+)")
 
@@ -51,10 +55,14 @@ def presented_key(head: RequestHead) -> bytes:
     return field(head.fields, b"x-api-key") or b""
 
 
-def parse_keys(text: str) -> tuple[tuple[str, str], ...]:
-    """Read `name: key` or bare keys, one a line or with commas between; `#` begins a comment."""
+def parse_keys(text: str, *, source: str) -> tuple[tuple[str, str], ...]:
+    """Read `name: key` or bare keys, one a line or with commas between; `#` begins a comment.
+
+    Raises `ProxyError` that names the line, never the key: what is half understood would make a key
+    that nobody meant.
+    """
     keys: list[tuple[str, str]] = []
-    for line in text.splitlines():
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.lstrip().startswith("#"):
             continue
         for entry in line.split(","):
@@ -62,30 +70,50 @@ def parse_keys(text: str) -> tuple[tuple[str, str], ...]:
             if not entry:
                 continue
             named = _NAMED.fullmatch(entry)
-            keys.append((named[1], named[2]) if named else (f"key{len(keys) + 1}", entry))
+            name, key = (named[1], named[2]) if named else (f"key{len(keys) + 1}", entry)
+            if key.endswith(":") or not key.isprintable() or len(key.split()) > 1:
+                raise ProxyError(
+                    f"{source}, line {number}: this is neither a key nor `name: key`",
+                    hint="A key has no blanks; a name has letters, digits, dots and dashes.",
+                )
+            keys.append((name, key))
     return tuple(keys)
 
 
 def load_keys(path: Path | None, environment: str | None) -> KeyRing:
     """Read a ring from a file and the text of an environment variable.
 
-    Raises `ProxyError` when the file cannot be read or holds no key: an empty ring would open the
-    door that the user meant to lock.
+    Raises `ProxyError` when one cannot be read or holds no key: an empty ring would open the door
+    that the user meant to lock.
     """
     keys: tuple[tuple[str, str], ...] = ()
     if path is not None:
-        keys = parse_keys(read_secret(path))
+        keys = parse_keys(read_secret(path), source=str(path))
         if not keys:
             raise ProxyError(f"{path} holds no API key", hint="Write one `name: key` per line.")
     if environment:
-        keys += parse_keys(environment)
+        given = parse_keys(environment, source="the keys in the environment")
+        if not given:
+            raise ProxyError("the environment's variable for API keys holds none")
+        keys += given
     return KeyRing(keys)
 
 
+def load_key(path: Path) -> str:
+    """Read a file that holds exactly one key; raises `ProxyError`."""
+    key = read_secret(path).removeprefix("\ufeff").strip()
+    if re.fullmatch(r"[\x21-\x7e]+", key) is None:
+        raise ProxyError(f"{path} does not hold one key", hint="It is one line without blanks.")
+    return key
+
+
 def read_secret(path: Path) -> str:
-    """Read a file of secrets; raises `ProxyError` saying which."""
+    """Read a file of secrets, and warn when everybody can; raises `ProxyError` saying which."""
     try:
-        return path.read_text()
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & 0o004:
+                log.warning("%s can be read by everybody on this machine: chmod 600", path)
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ProxyError(f"cannot read {path}: {reason}") from error
@@ -107,6 +135,8 @@ class Peers:
             peer = ip_address(address)
         except ValueError:
             return False
+        if isinstance(peer, IPv6Address) and peer.ipv4_mapped is not None:
+            peer = peer.ipv4_mapped  # as a socket for both families shows it
         return any(peer in network for network in self._networks)
 
 

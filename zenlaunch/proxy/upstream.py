@@ -8,13 +8,14 @@ close the connection.
 
 from __future__ import annotations
 
-import asyncio
-import os
+import math
+import select
 import time
+from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
-from typing import Protocol, cast
+from typing import Protocol
 
+from zenlaunch.proxy.address import UpstreamAddress
 from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events
 from zenlaunch.proxy.http1 import (
     MAX_HEAD_BYTES,
@@ -22,10 +23,17 @@ from zenlaunch.proxy.http1 import (
     ResponseHead,
     parse_response_head,
 )
-from zenlaunch.proxy.options import UpstreamAddress
+from zenlaunch.proxy.pump import Pump, Way, Wire
 from zenlaunch.proxy.retry import Fault, fault_of_reset
 
 Relay = Callable[[bytes], None]
+
+# An engine that says more than it announced shows it at once: what follows an answer on the same
+# connection must not be taken for the next request's.
+_SETTLE_S = 0.001
+
+# What a connection awaits. Plain numbers: looking up a member of an enum costs more than comparing.
+_NOTHING, _HEAD, _LENGTH, _CHUNKS, _CLOSE = range(5)
 
 
 class Receiver(Protocol):
@@ -49,15 +57,7 @@ class Receiver(Protocol):
         """Return what takes whole chunks of whole events as they are, when that is possible."""
 
 
-class _Await(IntEnum):
-    NOTHING = 0
-    HEAD = 1
-    LENGTH = 2
-    CHUNKS = 3
-    CLOSE = 4
-
-
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection:
     """One connection to an engine."""
 
     __slots__ = (
@@ -67,56 +67,44 @@ class UpstreamConnection(asyncio.Protocol):
         "_decoder",
         "_head",
         "_left",
-        "_loop",
-        "_paused",
         "_receiver",
         "_relay",
-        "_sent_at",
-        "fd",
         "idle_since",
+        "sent_at",
         "single",
-        "transport",
         "upstream",
         "uses",
+        "wire",
     )
-    transport: asyncio.Transport
 
-    def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, upstream: Upstream, pump: Pump, way: Way) -> None:
         self.upstream = upstream
-        self._loop = loop
+        self.wire: Wire = pump.connect(way, self.receive)
         self._receiver: Receiver | None = None
         self._relay: Relay | None = None
-        self._await = _Await.NOTHING
+        self._await = _NOTHING
         self._buffer = b""
         self._head: ResponseHead | None = None
         self._decoder: ChunkDecoder | None = None
         self._left = 0
         self._any_byte = False
-        self._paused = False
-        self._sent_at = 0.0
+        self.sent_at = 0.0
         self.uses = 0
         self.single = False
-        self.fd = -1
         self.idle_since = 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        self.fd = transport.get_extra_info("socket").fileno()
-        self.upstream.connections += 1
-
     def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, now: float) -> None:
-        """Send one request; the receiver hears of everything that follows."""
+        """Send one request, once there is a connection; the receiver hears of all that follows."""
         self._receiver = receiver
-        self._await = _Await.HEAD
+        self._await = _HEAD
         self._any_byte = False
-        self._sent_at = now
+        self.sent_at = now
         self.uses += 1
-        if not body:
-            self.transport.write(head)
-        elif len(body) < 65_536:
-            self.transport.write(head + body)
+        if len(body) < 65_536:
+            self.wire.write(head + body)
         else:
-            self.transport.writelines((head, body))
+            self.wire.write(head)
+            self.wire.write(body)
 
     def cancel(self, receiver: Receiver) -> None:
         """Close at once if `receiver` still has the connection; it hears nothing more."""
@@ -124,53 +112,45 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._receiver = None
         self._relay = None
-        self._await = _Await.NOTHING
-        self.transport.abort()
+        self._await = _NOTHING
+        self.close()
+
+    def close(self) -> None:
+        """Close now; what is on its way is lost."""
+        if self.wire.fd >= 0:
+            self.wire.close()
+            self.upstream.forget(self)
 
     def is_silent(self) -> bool:
         """Tell whether nothing has come since the last response: neither bytes nor the end.
 
         Whatever has come is nobody's answer, and would be taken for the next request's.
         """
-        if self.transport.is_closing():
-            return False
-        try:
-            os.read(self.fd, 1)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        glance = select.poll()
+        glance.register(self.wire.fd, select.POLLIN)
+        return not glance.poll(0)
 
-    def pause(self) -> None:
-        """Read no more until `resume`: the client is slow."""
-        self._paused = True
-        if not self.transport.is_closing():
-            self.transport.pause_reading()
-
-    def resume(self) -> None:
-        """Read again."""
-        self._paused = False
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
+        """Take what has come; b"" is the end of the connection."""
         relay = self._relay
         if (
             relay is not None
             and are_whole_events(data)
-            and b'"error"' not in data
-            and b"[DONE]" not in data
+            and data.find(b'"error"') < 0  # `in` takes half as long again
+            and data.find(b"[DONE]") < 0
         ):
             relay(data)
             return
+        if not data:
+            self._ended()
+            return
         receiver = self._receiver
         if receiver is None:
-            self.transport.abort()
+            self.close()
             return
         self._any_byte = True
         try:
-            if self._await is _Await.HEAD:
+            if self._await == _HEAD:
                 data = self._take_head(receiver, self._buffer + data)
             if data and self._receiver is receiver:
                 self._take_body(receiver, data)
@@ -205,13 +185,13 @@ class UpstreamConnection(asyncio.Protocol):
                 self._complete(receiver, data)
             return b""
         if head.chunked:
-            self._await = _Await.CHUNKS
+            self._await = _CHUNKS
             self._decoder = ChunkDecoder()
         elif head.length_bytes is not None:
-            self._await = _Await.LENGTH
+            self._await = _LENGTH
             self._left = head.length_bytes
         else:
-            self._await = _Await.CLOSE
+            self._await = _CLOSE
         receiver.on_head(self, head)
         if self._receiver is receiver and head.length_bytes == 0:
             self._complete(receiver, data)
@@ -219,13 +199,13 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     def _take_body(self, receiver: Receiver, data: bytes) -> None:
-        if self._await is _Await.CHUNKS and self._decoder is not None:
+        if self._await == _CHUNKS and self._decoder is not None:
             pieces, tail = self._decoder.feed(data)
             if pieces:
                 receiver.on_body(self, pieces[0] if len(pieces) == 1 else b"".join(pieces))
             if self._decoder.done and self._receiver is receiver:
                 self._complete(receiver, tail)
-        elif self._await is _Await.LENGTH:
+        elif self._await == _LENGTH:
             tail = data[self._left :]
             payload = data[: self._left] if tail else data
             self._left -= len(payload)
@@ -243,16 +223,16 @@ class UpstreamConnection(asyncio.Protocol):
             and head.keep_alive
             and not self.single
             and not tail
-            and self._await is not _Await.CLOSE
-            and self.transport.get_write_buffer_size() == 0
+            and self._await != _CLOSE
+            and not self.wire.unsent
         )
         self._reset()
-        if self._paused:  # by the very bytes that ended the response
-            self.resume()
+        if self.wire.paused:  # by the very bytes that ended the response
+            self.wire.resume()
         if clean:
             self.upstream.put(self, time.monotonic())
         else:
-            self.transport.abort()
+            self.close()
         receiver.on_end(self)
 
     def _reset(self) -> None:
@@ -260,155 +240,116 @@ class UpstreamConnection(asyncio.Protocol):
         self._relay = None
         self._head = None
         self._decoder = None
-        self._await = _Await.NOTHING
+        self._await = _NOTHING
 
     def _break(self, fault: Fault) -> None:
         receiver = self._receiver
         self._reset()
-        self.transport.abort()
+        self.close()
         if receiver is not None:
             receiver.on_broken(self, fault)
 
-    def _closed_early(self) -> None:
-        elapsed_s = time.monotonic() - self._sent_at
-        self._break(
-            fault_of_reset(
-                reused=self.uses > 1,
-                any_byte=self._any_byte or bool(self._buffer),
-                elapsed_s=elapsed_s,
-            )
-        )
-
-    def eof_received(self) -> bool | None:
+    def _ended(self) -> None:
         receiver = self._receiver
-        if receiver is not None:
-            if self._await is _Await.CLOSE:
-                self._complete(receiver, b"")
-            else:
-                self._closed_early()
-        return None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.upstream.connections -= 1
-        self.upstream.forget(self)
-        if self._receiver is not None:
-            self._closed_early()
+        if receiver is None:
+            self.close()
+        elif self._await == _CLOSE and self.wire.error is None:
+            self._complete(receiver, b"")
+        elif not self.wire.connected:
+            self._break(Fault.UNREACHABLE)
+        else:
+            self._break(
+                fault_of_reset(
+                    reused=self.uses > 1,
+                    any_byte=self._any_byte or bool(self._buffer),
+                    elapsed_s=time.monotonic() - self.sent_at,
+                )
+            )
 
 
 class Upstream:
-    """One engine: its address, its idle connections, what was counted for it."""
+    """One engine: its address, its idle connections, what was counted for it.
 
-    __slots__ = ("_loop", "address", "authority", "connections", "idle", "name", "pool_idle_s")
 
-    def __init__(
-        self, address: UpstreamAddress, loop: asyncio.AbstractEventLoop, *, pool_idle_s: float
-    ) -> None:
+    `way` is where its name led when a probe got through last: requests never wait for a resolver.
+    """
+
+    __slots__ = (
+        "_pump",
+        "_settling",
+        "address",
+        "authority",
+        "connections",
+        "idle",
+        "name",
+        "pool_idle_s",
+        "retired",
+        "way",
+    )
+
+    def __init__(self, address: UpstreamAddress, pump: Pump, *, pool_idle_s: float) -> None:
         self.address = address
         self.name = address.name
         self.authority = address.url.removeprefix("http://").encode()
         self.pool_idle_s = pool_idle_s
-        self.idle: list[UpstreamConnection] = []
+        self.idle: dict[UpstreamConnection, None] = {}  # the one used last is last
         self.connections = 0
-        self._loop = loop
+        self.way: Way | None = None
+        self.retired = False
+        self._pump = pump
+        self._settling: deque[UpstreamConnection] = deque()
 
-    async def connect(self) -> UpstreamConnection:
-        """Open a connection; raises OSError."""
-        _, connection = await self._loop.create_connection(
-            lambda: UpstreamConnection(self, self._loop), self.address.host, self.address.port
-        )
+    def connect(self, way: Way | None = None) -> UpstreamConnection:
+        """Begin a new connection, which can be sent on at once.
+
+        Raises OSError when there is no descriptor left, or no way is known.
+        """
+        way = way or self.way
+        if way is None:
+            raise OSError(f"{self.address.host} has not been resolved yet")
+        connection = UpstreamConnection(self, self._pump, way)
+        self.connections += 1
         return connection
 
     def take(self, now: float) -> UpstreamConnection | None:
         """Return the idle connection used last, if one is fresh enough."""
+        self._settle(now)
         while self.idle:
-            connection = self.idle.pop()
+            connection, _ = self.idle.popitem()
             if now - connection.idle_since < self.pool_idle_s and connection.is_silent():
                 return connection
-            connection.transport.abort()
+            connection.close()
         return None
 
     def put(self, connection: UpstreamConnection, now: float) -> None:
-        """Keep a connection for the next request."""
+        """Keep a connection for a later request, unless there will be none."""
+        if self.retired:
+            connection.close()
+            return
         connection.idle_since = now
-        self.idle.append(connection)
+        self._settling.append(connection)
+
+    def _settle(self, now: float) -> None:
+        settling = self._settling
+        while settling and now - settling[0].idle_since >= _SETTLE_S:
+            connection = settling.popleft()
+            if connection.wire.fd >= 0:
+                self.idle[connection] = None
 
     def forget(self, connection: UpstreamConnection) -> None:
         """Drop a connection that has closed."""
-        if connection in self.idle:
-            self.idle.remove(connection)
+        self.connections -= 1
+        self.idle.pop(connection, None)
+
+    def retire(self) -> None:
+        """Get no more requests: what is under way finishes, and its connections are closed."""
+        self.retired = True
+        self.close_idle()
 
     def close_idle(self, now: float | None = None) -> None:
         """Close the idle connections: those too old by `now`, or all."""
+        self._settle(math.inf if now is None else now)
         for connection in list(self.idle):
-            if now is None or now - connection.idle_since >= self.pool_idle_s:
-                self.idle.remove(connection)
-                connection.transport.abort()
-
-
-class _Collector:
-    """Receive a whole response for the control plane."""
-
-    method = "GET"
-
-    def __init__(self, done: asyncio.Future[tuple[int, bytes]], limit_bytes: int) -> None:
-        self._done = done
-        self._limit_bytes = limit_bytes
-        self._status = 0
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def on_head(self, connection: UpstreamConnection, head: ResponseHead) -> None:
-        self._status = head.status
-
-    def on_body(self, connection: UpstreamConnection, payload: bytes) -> None:
-        self._pieces.append(payload)
-        self._size += len(payload)
-        if self._size > self._limit_bytes:
-            connection.cancel(self)
-            self._fail("the answer is too large")
-
-    def on_end(self, connection: UpstreamConnection) -> None:
-        if not self._done.done():
-            self._done.set_result((self._status, b"".join(self._pieces)))
-
-    def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
-        self._fail(fault)
-
-    def relay(self) -> Relay | None:
-        return None
-
-    def _fail(self, why: str) -> None:
-        if not self._done.done():
-            self._done.set_exception(ConnectionError(why))
-
-
-async def fetch(
-    upstream: Upstream,
-    path: str,
-    *,
-    timeout_s: float,
-    fields: bytes = b"",
-    limit_bytes: int = 64 * 2**20,
-) -> tuple[int, bytes]:
-    """GET a path of an engine on a connection of its own: status and body.
-
-    Raises OSError: refused, broken, or (TimeoutError) not there in time.
-    """
-    loop = asyncio.get_running_loop()
-    connection: UpstreamConnection | None = None
-    done: asyncio.Future[tuple[int, bytes]] = loop.create_future()
-    collector = _Collector(done, limit_bytes)
-    try:
-        async with asyncio.timeout(timeout_s):
-            connection = await upstream.connect()
-            connection.single = True  # never to be found in the pool of the data plane
-            head = b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\nconnection: close\r\n%b\r\n" % (
-                path.encode(),
-                upstream.authority,
-                fields,
-            )
-            connection.send(collector, head, b"", time.monotonic())
-            return await done
-    finally:
-        if connection is not None:
-            connection.cancel(collector)
+            if now is not None and now - connection.idle_since < self.pool_idle_s:
+                return  # and so are all that were used later
+            connection.close()
