@@ -27,12 +27,12 @@ from zenlaunch.cli_options import (
     read_config,
     takes_all_wishes,
 )
+from zenlaunch.config import PROXY_KEY_FILES, Config
 from zenlaunch.errors import RenderError
 from zenlaunch.topology import Severity
 
 if TYPE_CHECKING:
     from zenlaunch.compose import Composed
-    from zenlaunch.config import Config
     from zenlaunch.installed import Change
     from zenlaunch.render import RenderedFile, RenderOptions
     from zenlaunch.spec import LaunchSpec
@@ -242,7 +242,8 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
 
 def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec], config: Config) -> set[str]:
     """Return the paths that the units name: programs, the model, what else is absolute."""
-    words = {*options.program, config.proxy.api_keys_file or ""}
+    words = {*options.program}
+    words.update(getattr(config.proxy, key) or "" for key in PROXY_KEY_FILES)
     if options.model_folder is not None:
         words.add(options.model_folder)
         with contextlib.suppress(OSError):

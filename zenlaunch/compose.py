@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zenlaunch.binding import split_numactl
-from zenlaunch.config import Config
+from zenlaunch.config import PROXY_FILES, Config
 from zenlaunch.engines import ENGINES, EngineChoice, EngineFacts
 from zenlaunch.errors import ConfigError, PlanError, TopologyError
 from zenlaunch.memory import ModelSizes
@@ -93,14 +93,8 @@ def compose(config: Config, topology: Topology, *, here: bool) -> Composed:
         # A pasted command, a unit and a detached run start in other folders.
         config = replace(config, model=_whole(config.model))
     if here:
-        config = replace(
-            config,
-            proxy=replace(
-                config.proxy,
-                api_keys_file=_whole(config.proxy.api_keys_file),
-                access_log=_whole(config.proxy.access_log),
-            ),
-        )
+        files: dict[str, Any] = {k: _whole(getattr(config.proxy, k)) for k in PROXY_FILES}
+        config = replace(config, proxy=replace(config.proxy, **files))
     if here and folder is None and (config.model or "").startswith(("/", "./", "../", "~")):
         raise PlanError(f"the model folder {config.model} does not exist", hint="check the path")
     sizes = ModelSizes() if folder is None else read_sizes(folder, config.engine.args)

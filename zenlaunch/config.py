@@ -118,6 +118,11 @@ class MemoryConfig:
     margin: str = "8%"
 
 
+# Keys of ProxySettings that name files: what the proxy reads, and what it writes ("-" is stderr).
+PROXY_KEY_FILES = ("api_keys_file", "admin_keys_file")
+PROXY_FILES = (*PROXY_KEY_FILES, "access_log")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxySettings:
     """The front door's own keys; None stands for the proxy's default (README, "The proxy").

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zenlaunch.config import ProxySettings, given_to_proxy, parse_listen, parse_size
+from zenlaunch.config import PROXY_FILES, ProxySettings, given_to_proxy, parse_listen, parse_size
 from zenlaunch.proxy.options import ProxyOptions
 
 _SIZES = {"max_body_bytes", "body_budget_bytes"}
-_PATHS = {"api_keys_file", "admin_keys_file", "access_log"}
 
 
 def proxy_options(
@@ -33,7 +32,7 @@ def proxy_options(
     for name, value in given_to_proxy(settings):
         if name in _SIZES:
             value = parse_size(value)
-        elif name in _PATHS:
+        elif name in PROXY_FILES:
             value = Path(value)
         given[name] = value
     return ProxyOptions(

@@ -196,6 +196,7 @@ def test_files_of_the_proxy() -> None:
 
     assert unit(api_keys_file="/etc/keys")["ProtectHome"] == ["yes"]
     assert unit(api_keys_file="/home/me/keys")["ProtectHome"] == ["read-only"]
+    assert unit(admin_keys_file="/root/keys")["ProtectHome"] == ["read-only"]
     assert unit(access_log="-")["ReadWritePaths"] == ["/run/zenlaunch"]
     assert unit(access_log="/var/log/zenlaunch/access")["LogsDirectory"] == ["zenlaunch"]
     own = unit(access_log="/srv/my logs/access")["ReadWritePaths"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -17,6 +18,8 @@ from zenlaunch.spec import CompileCache, HealthCheck, LaunchSpec, Phase, Signatu
 from zenlaunch.supervisor import Deployment, Supervisor, run
 
 ENGINE = Path(__file__).with_name("engine.py")
+# Linux says from 6.8 on who has bound a port and does not listen yet.
+KERNEL_NAMES_BOUND = tuple(int(n) for n in os.uname().release.split(".")[:2]) >= (6, 8)
 
 SIGNATURES = (
     Signature(

@@ -16,7 +16,7 @@ from typing import Any
 
 from zenlaunch import __version__
 from zenlaunch.binding import split_numactl
-from zenlaunch.config import Config
+from zenlaunch.config import PROXY_FILES, PROXY_KEY_FILES, Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan, PlannedInstance, PlannedProxy
 from zenlaunch.proxy_command import proxy_command
@@ -308,13 +308,13 @@ def _proxy(plan: Plan, config: Config, options: RenderOptions) -> RenderedFile:
     argv = [word for group in groups for word in group]
     local = proxy.host == "::1" or proxy.host.startswith("127.") or proxy.host == "localhost"
     pinned = f"AllowedCPUs={proxy.cpus}\n" if proxy.cpus else ""
-    keys, log = config.proxy.api_keys_file, config.proxy.access_log
-    for key, path in (("api_keys_file", keys), ("access_log", log)):
-        if path is not None and path != "-" and not path.startswith("/"):
+    named = {key: getattr(config.proxy, key) or "" for key in PROXY_FILES}
+    for key, path in named.items():
+        if path not in ("", "-") and not path.startswith("/"):
             raise RenderError(
                 f"proxy.{key}: the unit runs in another folder", hint=f"write all of {path!r}"
             )
-    readable = [*options.program, keys or ""]
+    readable = [*options.program, *(named[key] for key in PROXY_KEY_FILES)]
     text = (
         header(plan, options, f"Your own changes: systemctl edit {name}-proxy.service")
         + f"""
@@ -336,7 +336,7 @@ Group={options.user}
 # ZENLAUNCH_API_KEYS and the like: a file of root, 0600, that zenlaunch never writes.
 EnvironmentFile=-/etc/{name}/secrets.env
 ReadWritePaths=/run/{name}
-{_log_folder(log, name)}{pinned}ExecStart={exec_line(argv)}
+{_log_folder(named["access_log"], name)}{pinned}ExecStart={exec_line(argv)}
 # reload: a successor takes over at once, this one finishes its streams. (restart: new requests
 # wait in the socket until the streams of this one are done.) The shell's own kill: /bin/kill is a
 # package that small systems do not have.
@@ -357,9 +357,9 @@ LimitCORE=0
     return RenderedFile(path=f"{UNITS}/{name}-proxy.service", text=text)
 
 
-def _log_folder(log: str | None, name: str) -> str:
+def _log_folder(log: str, name: str) -> str:
     """Return what lets the proxy write its access log."""
-    folder = log.rpartition("/")[0] if log is not None else ""
+    folder = log.rpartition("/")[0]
     if folder == f"/var/log/{name}":
         return f"LogsDirectory={name}\n"
     return f"ReadWritePaths={paths([folder])}\n" if folder else ""
