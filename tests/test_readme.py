@@ -100,7 +100,7 @@ def test_every_option_named_exists(zenlaunch: Callable[..., Result]) -> None:
         known |= set(re.findall(r"--[a-z][a-z-]*", zenlaunch(*command.split(), "--help").out))
     foreign = {
         "--physcpubind", "--membind", "--extra-index-url", "--max-model-len", "--cap-add",
-        "--version", "--install-completion", "--served-model-name",
+        "--version", "--install-completion", "--served-model-name", "--rounds",
     }  # fmt: skip
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     unknown = {o for o in used - known - foreign if not o.startswith(("--kv-cache-mem", "--shut"))}

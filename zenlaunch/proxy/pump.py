@@ -55,7 +55,7 @@ class Pump:
     def connect(self, way: Way, receive: Callable[[bytes], None]) -> Wire:
         """Begin to connect; `receive` is given all that comes, and b"" at the end or a failure.
 
-        Raises OSError when there is no descriptor left.
+        Raises OSError when the kernel has no descriptor or no watch left.
         """
         family, address = way
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -66,8 +66,12 @@ class Pump:
         code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):  # told by `receive`, like the end of any connection
             wire.error = OSError(code, os.strerror(code))
+        try:
+            self._epoll.register(wire.fd, _IN)
+        except OSError:
+            sock.close()
+            raise
         self._wires[wire.fd] = wire
-        self._epoll.register(wire.fd, _IN)
         return wire
 
     def _serve(self) -> None:
