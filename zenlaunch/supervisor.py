@@ -298,6 +298,9 @@ class Supervisor:
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
         if not self.deployment.handle_signals:
             return []
+        # What a parent left blocked or ignored would hide how a shim has ended, or our own end.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # What is ignored stays so: `nohup`, and a job in the background of a script.
         numbers = [
             number
