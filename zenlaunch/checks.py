@@ -15,7 +15,7 @@ import ctypes
 import math
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,6 +287,46 @@ def in_flight(status: Any, name: str) -> int | None:
 def connect_host(host: str) -> str:
     """Return where to connect to reach a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def group_free_bytes(root: Path = Path("/")) -> int | None:
+    """Return what the memory cgroups around this process still allow; None without a limit.
+
+    Pages of files go when memory is short, as on a node, and are counted as free.
+    Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
+    """
+    found = [_left_in(folder) for folder in _memory_groups(root)]
+    return min((left for left in found if left is not None), default=None)
+
+
+def _memory_groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's memory cgroup (v2 and v1) and of those around it."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            # In a container the path may be that of the host; its own group is then the base.
+            folder = base / path.lstrip("/")
+            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(base))
+
+
+def _left_in(folder: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        new = (folder / "memory.max").exists()
+        limit = (folder / ("memory.max" if new else "memory.limit_in_bytes")).read_text().strip()
+        if limit == "max" or int(limit) >= 1 << 62:
+            return None
+        used = int((folder / ("memory.current" if new else "memory.usage_in_bytes")).read_text())
+        rows = (folder / "memory.stat").read_text().split()
+        stat = dict(zip(rows[::2], map(int, rows[1::2]), strict=True))
+        if new:
+            files = stat["file"] - stat["shmem"] + stat["slab_reclaimable"]
+        else:
+            files = stat["total_cache"] - stat["total_shmem"]
+        return int(limit) - used + files
+    return None
 
 
 def node_total_bytes(node: int, sysroot: Path = Path("/")) -> int | None:

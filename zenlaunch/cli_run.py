@@ -163,11 +163,17 @@ def _detach(name: str, folders: Folders, console: Console) -> None:
     from zenlaunch import detach as background
 
     # The child sees --detach too, and --background, which makes it stay.
+    try:
+        folder = str(Path.cwd())
+    except OSError as e:
+        raise LaunchError(
+            f"the current folder is not there any more: {e.strerror}", hint="cd /"
+        ) from e
     here = sys.argv[1:]
     at = here.index("--") if "--" in here else len(here)
     argv = [
         *(sys.executable, "-m", "zenlaunch"),
-        *(*here[:at], "--background", str(Path.cwd()), *here[at:]),
+        *(*here[:at], "--background", folder, *here[at:]),
     ]
     output = folders.logs / "up.log"
     earlier = output.stat().st_size if output.exists() else 0

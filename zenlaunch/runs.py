@@ -66,8 +66,8 @@ class Surroundings:
     """What a run needs from the deployment around it.
 
     `post` takes what the lifecycle must know, `emit` what people want to know, `chance` gives
-    numbers in [0, 1), `claimed` the bytes of a spec's nodes that starting neighbours will still
-    take. Without `bind_memory` the kernel does not permit memory policies.
+    numbers in [0, 1), `claimed` the bytes of a spec's nodes (or `everywhere`) that starting
+    neighbours will still take. Without `bind_memory` the kernel does not permit memory policies.
     """
 
     deployment: str
@@ -78,7 +78,7 @@ class Surroundings:
     emit: Callable[[Event], None]
     chance: Callable[[], float]
     memory_wait_s: float
-    claimed: Callable[[LaunchSpec], int]
+    claimed: Callable[..., int]
     bind_memory: bool
 
 
@@ -232,26 +232,35 @@ class Run:
         if spec.memory_bytes is None or not spec.mem_nodes:
             return
         until = time.monotonic() + self._around.memory_wait_s
-        while True:
-            known = [checks.node_free_bytes(n) for n in spec.mem_nodes]
-            if None in known:
-                return
-            free = sum(k for k in known if k is not None)
-            claimed = self._around.claimed(spec)
-            if free - claimed >= spec.memory_bytes:
-                return
+        while (lack := self._lack_of_memory(spec.memory_bytes)) is not None:
             if time.monotonic() >= until:
-                others = (
-                    f", {in_gib(claimed)} of it claimed by others that start" if claimed else ""
-                )
-                raise LaunchError(
-                    f"node {spec.mem_nodes} has {in_gib(free)} free{others}; it needs "
-                    f"{in_gib(spec.memory_bytes)}",
-                    hint="see who holds it with `numastat -p`; or a smaller --kv-cache, or fewer "
-                    "instances",
-                )
+                raise lack
             self.phase = f"waiting for {in_gib(spec.memory_bytes)} on node {spec.mem_nodes}"
             await asyncio.sleep(0.5)
+
+    def _lack_of_memory(self, needed: int) -> LaunchError | None:
+        """Return what is missing, on the nodes or in the cgroup; None when there is enough."""
+
+        def lack(who: str, free: int | None, claimed: int, advice: str) -> LaunchError | None:
+            if free is None or free - claimed >= needed:
+                return None
+            others = f", {in_gib(claimed)} of it claimed by others that start" if claimed else ""
+            return LaunchError(
+                f"{who} has {in_gib(max(0, free))} free{others}; it needs {in_gib(needed)}",
+                hint=f"{advice}; or a smaller --kv-cache, or fewer instances",
+            )
+
+        spec, claimed = self.spec, self._around.claimed
+        known = [checks.node_free_bytes(n) for n in spec.mem_nodes]
+        free = None if None in known else sum(k for k in known if k is not None)
+        return lack(
+            f"node {spec.mem_nodes}", free, claimed(spec), "see who holds it with `numastat -p`"
+        ) or lack(
+            "the memory cgroup of zenlaunch",
+            checks.group_free_bytes(),
+            claimed(spec, everywhere=True),
+            "raise its limit (docker --memory, MemoryMax= of a unit)",
+        )
 
     # -- output ------------------------------------------------------
 

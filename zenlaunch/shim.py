@@ -141,6 +141,7 @@ class Shim:
             os.setpgid(0, 0)
             null = os.open("/dev/null", os.O_RDONLY)
             os.dup2(null, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for name in _RESTORED:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             if order.get("cpus"):

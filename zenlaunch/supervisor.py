@@ -298,6 +298,9 @@ class Supervisor:
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
         if not self.deployment.handle_signals:
             return []
+        # What a parent left blocked or ignored would hide how a shim has ended, or our own end.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # What is ignored stays so: `nohup`, and a job in the background of a script.
         numbers = [
             number
@@ -440,7 +443,7 @@ class Supervisor:
         self._runs[name] = run
         self._keep(run.begin())
 
-    def _claimed_bytes(self, spec: LaunchSpec) -> int:
+    def _claimed_bytes(self, spec: LaunchSpec, *, everywhere: bool = False) -> int:
         """Return what neighbours on the same nodes, that start too, have still to take."""
         claimed = 0
         for member in self._system.members:
@@ -451,7 +454,7 @@ class Supervisor:
                 and run is not None
                 and run.admitted
                 and other.memory_bytes is not None
-                and not other.mem_nodes.isdisjoint(spec.mem_nodes)
+                and (everywhere or not other.mem_nodes.isdisjoint(spec.mem_nodes))
             ):
                 claimed += max(0, other.memory_bytes - run.resident_bytes())
         return claimed

@@ -46,7 +46,8 @@ async def while_serving(
         begun = time.monotonic()
         await asyncio.sleep(health.interval_s)
         asked = time.monotonic()
-        if await _answers(spec, http, any_answer=any_answer):
+        answered = await _answers(spec, http, any_answer=any_answer)
+        if answered:
             if misses >= MISSES:
                 tell(lc.Ready(spec.name))
             misses, quiet_since = 0, None
@@ -56,7 +57,7 @@ async def while_serving(
             if misses == MISSES:
                 tell(lc.Unready(spec.name))
         running, progress = None, None
-        if asked >= measure_at:
+        if answered and asked >= measure_at:
             running, progress = await _progress(spec, http)
             measure_at = asked + health.hang_s / LOOKS
         if running is not None and progress is not None:

@@ -113,6 +113,24 @@ def test_two_that_start_together_do_not_both_take_the_last_memory(tmp_path: Path
     go(scene())
 
 
+def test_one_that_stands_still_is_told_unready_and_then_ended(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with Running(deployment(tmp_path, engine("i0", hang_s=3.0))) as r:
+            await r.all_ready()
+            pid = r.supervisor.status()[0].pid
+            assert pid is not None
+            begun = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            await r.until(lambda: r.of(events.StateChanged)[-1].state is not State.READY)
+            assert State.UNREADY in [e.state for e in r.of(events.StateChanged)]
+            # Three questions of a second each; its metrics are not waited for too.
+            assert time.monotonic() - begun < 5
+            await r.until(lambda: r.of(events.Failed))
+            assert r.of(events.Failed)[0].how == "hung: no answer on /health for 3 s"
+
+    go(scene())
+
+
 def test_one_that_was_given_up_is_no_reason_for_what_ends_all_later(tmp_path: Path) -> None:
     async def scene() -> None:
         specs = [engine("i0"), engine("i1")]

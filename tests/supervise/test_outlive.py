@@ -30,7 +30,13 @@ def wait(test: Callable[[], object], timeout_s: float = 20.0) -> None:
 class Up:
     """A zenlaunch that runs in a process of its own."""
 
-    def __init__(self, folder: Path, *flags: str, start_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        start_timeout_s: float = 30.0,
+        before: Callable[[], object] | None = None,
+    ) -> None:
         self.name = f"outlive-{os.getpid()}-{folder.name}"
         self.out = folder / "out"
         with self.out.open("wb") as out:
@@ -40,6 +46,7 @@ class Up:
                 env=dict(os.environ)
                 | {"PYTHONPATH": PYTHONPATH, "START_TIMEOUT_S": str(start_timeout_s)},
                 start_new_session=True,
+                preexec_fn=before,
             )
 
     def says(self, text: str) -> bool:
@@ -149,3 +156,20 @@ def test_shim_and_zenlaunch_killed_together_leave_only_what_the_scan_finds(
         os.kill(pid, signal.SIGKILL)
     wait(lambda: not up.left())
     assert len(left) <= 6
+
+
+def _left_by_a_careless_parent() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+
+
+def test_signals_that_a_parent_ignores_or_blocks_hide_nothing(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--children", "2", "--daemon", before=_left_by_a_careless_parent)
+    wait(lambda: up.says("AllReady"))
+    shim = up.shims()[0]
+    os.kill(shim, signal.SIGKILL)
+    wait(lambda: len(up.left()) == 10 and shim not in up.shims())
+    wait(lambda: up.out.read_text().count("BecameReady") == 3)
+    assert len(up.left()) == 10  # two trees of a shim, a main process, and three below
+    assert up.end(signal.SIGTERM) == 143
+    assert up.left() == []

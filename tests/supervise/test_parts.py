@@ -178,6 +178,36 @@ def test_free_memory_of_a_node_is_the_engines_own_sum(tmp_path: Path) -> None:
     assert checks.node_free_bytes(4, tmp_path) is None
 
 
+def test_a_memory_cgroup_allows_what_the_tightest_around_it_does(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    lines = "5:cpu:/x\n0::/a/b\n"
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    base = tmp_path / "sys/fs/cgroup"
+
+    def group(folder: Path, limit: str, used: int, stat: str, *, old: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
+        for name, text in zip(names, (limit, str(used)), strict=True):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+        (folder / "memory.stat").write_text(stat)
+
+    assert checks.group_free_bytes(tmp_path) is None
+    stat = "anon 9\nfile 30\nshmem 10\nslab_reclaimable 5\n"
+    group(base / "a/b", "max", 50, stat)
+    assert checks.group_free_bytes(tmp_path) is None
+    group(base / "a", "100", 60, stat)
+    assert checks.group_free_bytes(tmp_path) == 100 - 60 + 25
+    group(base, "80", 70, stat)  # a container whose path is that of the host
+    assert checks.group_free_bytes(tmp_path) == 80 - 70 + 25
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,memory:/m\n")
+    assert checks.group_free_bytes(tmp_path) is None
+    old = "cache 1\ntotal_cache 40\ntotal_shmem 8\n"
+    group(base / "memory", str(2**63 - 4096), 70, old, old=True)
+    assert checks.group_free_bytes(tmp_path) is None
+    group(base / "memory/m", "200", 70, old, old=True)
+    assert checks.group_free_bytes(tmp_path) == 200 - 70 + 32
+
+
 def test_metrics_are_summed_by_exact_name() -> None:
     text = (
         '# HELP a_total x\na_total{e="0",m="x y"} 2.0\na_total{e="1"} 3\na_total_more 9\nb 4.5\n'
