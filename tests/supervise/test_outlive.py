@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,8 +69,8 @@ class Up:
 def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
-    def begin(*flags: str) -> Up:
-        started.append(Up(tmp_path, *flags))
+    def begin(*flags: str, **how: Any) -> Up:
+        started.append(Up(tmp_path, *flags, **how))
         return started[-1]
 
     yield begin
@@ -162,8 +163,8 @@ def _left_by_a_careless_parent() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
 
 
-def test_signals_that_a_parent_ignores_or_blocks_hide_nothing(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--children", "2", "--daemon", before=_left_by_a_careless_parent)
+def test_signals_that_a_parent_ignores_or_blocks_hide_nothing(start: Callable[..., Up]) -> None:
+    up = start("--children", "2", "--daemon", before=_left_by_a_careless_parent)
     wait(lambda: up.says("AllReady"))
     shim = up.shims()[0]
     os.kill(shim, signal.SIGKILL)
