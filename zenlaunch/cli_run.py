@@ -30,7 +30,7 @@ from zenlaunch.cli_options import (
 )
 from zenlaunch.config import Policy
 from zenlaunch.errors import ConfigError, LaunchError
-from zenlaunch.stdout import write_line
+from zenlaunch.stdout import reader_is_gone, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -350,7 +350,7 @@ def logs(
         raise LaunchError(f"there is no log of {member!r} in {folder}", hint=f"logs: {there}")
     if not _is_up(name):
         print(f"{name} is not up: this is the log of an earlier run", file=sys.stderr)
-    stop = (lambda: False) if follow else None
+    stop = reader_is_gone if follow else None
     show = for_terminal if sys.stdout.isatty() else str
     for line in control.follow(path, last=lines, stop=stop):
         write_line(show(line))

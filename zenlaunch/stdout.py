@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import select
+import sys
+
 
 class ReaderGoneError(Exception):
     """The reader of our output has ended (`| head`): no error of ours, and nothing to say.
@@ -16,3 +19,10 @@ def write_line(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         raise ReaderGoneError from None
+
+
+def reader_is_gone() -> bool:
+    """Say whether nobody reads our output any more, for who has nothing to write just now."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -99,6 +99,13 @@ def test_in_the_background(world: World) -> None:
     verified = world.zenlaunch("verify", "--json")
     assert json.loads(verified.stdout)["i0"]["threads"] > 0
     assert world.zenlaunch("logs", "i0", "-n", "1").stdout.count("\n") == 1
+    follower = subprocess.Popen(
+        [PROGRAM, "logs", "-f", "i0"], env=world.environ, stdout=subprocess.PIPE
+    )
+    assert follower.stdout is not None
+    assert follower.stdout.readline() != b""
+    follower.stdout.close()  # as `| head -1` does
+    assert follower.wait(10) == 0
     assert world.zenlaunch("restart", "i0").stdout == "restarted: i0\n"
     assert world.zenlaunch("restart", "--rolling").stdout == "restarted: i0\n"
     assert world.zenlaunch("restart", "proxy").stdout == "restarted: proxy\n"
