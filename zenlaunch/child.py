@@ -355,7 +355,7 @@ class Child:
         self._output = -1
 
 
-def _sweeps(pid: int) -> bool:
+def sweeps(pid: int) -> bool:
     """Say whether a process is Python's resource tracker, which clears /dev/shm (see the shim)."""
     with contextlib.suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -389,7 +389,7 @@ async def end_orphans(session: int, marker: str) -> None:
             return
         parents = {r.pid: r.parent for r in rows}
         for pid in doomed:
-            if not (_sweeps(pid) and time.monotonic() < sweep_until):
+            if not (sweeps(pid) and time.monotonic() < sweep_until):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             if parents.get(pid) == ours:

@@ -451,9 +451,12 @@ def end_leftovers(root: Path, *, timeout_s: float = 20.0) -> tuple[Leftover, ...
     """
     ended: dict[int, Leftover] = {}
     until = time.monotonic() + timeout_s
+    sweep_until = time.monotonic() + child.SWEEP_S
     while left := leftovers(root):
         for one in left:
             ended[one.pid] = one
+            if child.sweeps(one.pid) and time.monotonic() < sweep_until:
+                continue
             with contextlib.suppress(OSError):
                 os.kill(one.pid, signal.SIGKILL)
         if time.monotonic() > until:
