@@ -59,6 +59,19 @@ main()
 """
 
 
+CHECKOUT = Path("/lab/checkout")
+
+
+def seen_as(path: Path) -> Path:
+    """Return what a path is called inside: the checkout has a place of its own there.
+
+    Units have a /tmp of their own and see no home folders, and a checkout may lie in either.
+    """
+    if path.is_relative_to(REPOSITORY):
+        return CHECKOUT / path.relative_to(REPOSITORY)
+    return path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """A booted namespace; `result` waits for the end of its work."""
@@ -106,18 +119,19 @@ class Running:
 def start(folder: Path, work: str, *arguments: str, readable: Iterable[Path] = ()) -> Running:
     """Run `inside/WORK` under a systemd of its own; what it writes to /lab/out comes back.
 
-    `readable` are files and folders that users other than root get to read in it; programs of this
-    interpreter are so already. Raises Unavailable.
+    `readable` are files and folders, by their names here, that users other than root get to read in
+    it; programs of this interpreter are so already. Raises Unavailable.
     """
     group = _group()
     for name in ("out", "root", "over"):
         (folder / name).mkdir()
     words = shlex.join(arguments)
+    python = seen_as(Path(sys.executable))
     texts = {
-        "agent": AGENT.format(python=sys.executable, work=work, arguments=words),
+        "agent": AGENT.format(python=python, work=work, arguments=words),
         "lab-agent.service": UNIT,
         "lab.target": TARGET,
-        "zenlaunch": PROGRAM.format(python=sys.executable),
+        "zenlaunch": PROGRAM.format(python=python),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -129,8 +143,7 @@ def start(folder: Path, work: str, *arguments: str, readable: Iterable[Path] = (
         *("unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--"),
         # The first process alone into the group: controllers want that nobody stays beside it.
         *("sh", "-c", 'echo 0 >"$0/cgroup.procs" && exec unshare --cgroup -- "$@"', str(group)),
-        *(str(HERE / "namespace.sh"), str(folder), str(HERE / "inside")),
-        *(str(REPOSITORY / "zenlaunch"), *opened),
+        *(str(HERE / "namespace.sh"), str(folder), str(REPOSITORY), *opened),
     ]
     began, began_at = time.monotonic(), time.time()
     with (folder / "console").open("wb") as console:

@@ -1,14 +1,14 @@
 #!/bin/sh
 # Become a small machine: a copy-on-write view of this one, with a systemd of its own as first
 # process. Runs in fresh namespaces (namespace.py), so that nothing here is seen outside or stays.
-# usage: namespace.sh FOLDER INSIDE PACKAGE PATH...
-#   FOLDER   has out/ (for results), root/ and over/ (mount points), agent and its unit
-#   INSIDE   the scripts that run in it, PACKAGE zenlaunch itself: as /lab/src/inside, zenlaunch
-#   PATH...  what every user in it may read, whatever its mode here
+# usage: namespace.sh FOLDER CHECKOUT PATH...
+#   FOLDER    has out/ (for results), root/ and over/ (mount points), agent and its unit
+#   CHECKOUT  is seen as /lab/checkout, its tests/lab/inside and zenlaunch in /lab/src too
+#   PATH...   what every user in it may read, whatever its mode here
 # Leaves FOLDER/allowed where this machine allows it; a failure after that is a fault of ours.
 set -eu
-folder=$1 inside=$2 package=$3
-shift 3
+folder=$1 checkout=$2
+shift 2
 root=$folder/root
 mount --make-rprivate /
 # The upper layer must not lie below the lower one: a file system of its own.
@@ -37,10 +37,12 @@ ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 for n in 0 1 2; do ln -s "fd/$n" "$root/dev/$(echo stdin stdout stderr | cut -d' ' -f$((n + 1)))"; done
 
-mkdir -p "$root/lab/out" "$root/lab/src/inside" "$root/lab/src/zenlaunch"
+mkdir -p "$root/lab/out" "$root/lab/checkout" "$root/lab/src/inside" "$root/lab/src/zenlaunch"
 mount --bind "$folder/out" "$root/lab/out"
-mount --bind "$inside" "$root/lab/src/inside"
-mount --bind "$package" "$root/lab/src/zenlaunch"
+# From the copy-on-write view: what is changed below belongs to it.
+mount --bind "$root$checkout" "$root/lab/checkout"
+mount --bind "$checkout/tests/lab/inside" "$root/lab/src/inside"
+mount --bind "$checkout/zenlaunch" "$root/lab/src/zenlaunch"
 cp "$folder/agent" "$root/lab/agent"
 cp "$folder/zenlaunch" "$root/usr/local/bin/zenlaunch"
 for path; do chmod a+rX "$root$path"; done

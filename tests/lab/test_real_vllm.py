@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lab.image import Unavailable
-from lab.namespace import start
+from lab.namespace import seen_as, start
 from zenlaunch.places import places_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -27,13 +27,13 @@ def seen(
 ) -> dict[str, Any]:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two instances need two CPUs")
-    # Units have a /tmp of their own: a checkout there may link to these, and is not seen.
     model = tiny_model.resolve()
     python = vllm_python.parent.parent.resolve() / "bin" / "python"
     readable = [model, *model.iterdir(), python, *map(Path, places_of(str(python)))]
     folder = tmp_path_factory.mktemp("vllm")
     try:
-        running = start(folder, "real_vllm.py", str(model), str(python), readable=readable)
+        words = [str(seen_as(path)) for path in (model, python)]
+        running = start(folder, "real_vllm.py", *words, readable=readable)
         result = running.result(timeout_s=540)
     except Unavailable as reason:
         pytest.skip(str(reason))
