@@ -280,6 +280,18 @@ def test_bad_values_are_named(path: str) -> None:
     assert f"{path}" in caught.value.message
 
 
+@pytest.mark.parametrize("name", ["kv_cache", "weights", "overhead"])
+def test_bare_numbers_that_meant_gib_are_refused(name: str) -> None:
+    for value in (40, "40", " 4 "):
+        found = c.find_problems(c.override(c.Config(), {f"memory.{name}": value}))
+        assert len(found) == 1
+        assert found[0].startswith(f"memory.{name}: ")
+    (problem,) = c.find_problems(c.override(c.Config(), {f"memory.{name}": "40"}))
+    assert problem == f"memory.{name}: 40 is 40 bytes; write 40G for GiB"
+    for value in (1 << 30, "512K", "40G", "1073741824"):
+        assert not c.find_problems(c.override(c.Config(), {f"memory.{name}": value}))
+
+
 TEXTS = ["model", "engine.name", "engine.python", "engine.version", "split.nodes", "split.cpus",
          "memory.kv_cache", "memory.weights", "memory.overhead", "memory.margin", "proxy.listen",
          "proxy.api_keys_file", "proxy.admin_keys_file", "proxy.access_log"]  # fmt: skip

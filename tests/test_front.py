@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from zenlaunch import config as c
 from zenlaunch.cli_options import takes_proxy_wishes
 from zenlaunch.config import HalfClose
-from zenlaunch.front import proxy_options
+from zenlaunch.front import open_to_others, proxy_options
 from zenlaunch.proxy.options import ProxyOptions
 
 TEXT = """
@@ -98,3 +98,27 @@ def test_bad_values(key: str, value: object) -> None:
     problems = c.find_problems(c.override(c.Config(), {f"proxy.{key}": value}))
     assert [p for p in problems if p.startswith(f"proxy.{key}:")]
     assert not c.find_problems(c.override(c.Config(), {"proxy.max_queued": 0}))
+
+
+@pytest.mark.parametrize(
+    ("listen", "environ", "warned"),
+    [
+        ("127.0.0.1:8000", {}, False),
+        ("127.1.2.3:8000", {}, False),
+        ("[::1]:8000", {}, False),
+        ("localhost:8000", {}, False),
+        (":8000", {}, False),
+        ("0.0.0.0:8000", {}, True),
+        ("[::]:8000", {}, True),
+        ("10.0.0.7:8000", {}, True),
+        ("10.0.0.7:8000", {"ZENLAUNCH_API_KEYS": "k"}, False),
+        ("0.0.0.0:8000", {"VLLM_API_KEY": "k"}, False),
+    ],
+)
+def test_a_door_that_is_open_to_others_is_told(
+    listen: str, environ: dict[str, str], warned: bool
+) -> None:
+    text = open_to_others(c.ProxySettings(listen=listen), environ)
+    assert (text is not None) is warned
+    kept = c.ProxySettings(listen=listen, api_keys_file="/keys")
+    assert open_to_others(kept, environ) is None

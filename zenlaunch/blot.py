@@ -16,11 +16,14 @@ LEAST = 8
 _NAME = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|TOKEN_?\d*$|(^|_)KEY_?\d*$"
 )
+_PLACE = re.compile(r"_(FILE|PATH|DIR|FOLDER|ENV)$")  # where a secret is, which is none
+_SETTING = re.compile(r"(?:--?[A-Za-z-]+=)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 def is_secret(name: str) -> bool:
     """Say whether a variable or an option of this name holds something to be kept quiet."""
-    return _NAME.search(name.strip("-").replace("-", "_").upper()) is not None
+    upper = name.strip("-").replace("-", "_").upper()
+    return _NAME.search(upper) is not None and _PLACE.search(upper) is None
 
 
 def secrets_of(environ: Mapping[str, str], argv: Sequence[str] = ()) -> tuple[bytes, ...]:
@@ -57,11 +60,15 @@ def argv_without(argv: Sequence[str], secrets: Sequence[bytes] = ()) -> list[str
 def _marked(argv: Sequence[str]) -> list[tuple[str, str]]:
     """Return each word with the part of it that is a secret's value, or "".
 
-    An option may take several values (`--api-key A B`), or none where the next option follows.
+    An option may take several values (`--api-key A B`), or none where the next option follows; a
+    word may set a variable (`--env HF_TOKEN=A`, or after `env`).
     """
     marked, hide = [], False
     for word in argv:
-        if word.startswith("-"):
+        setting = _SETTING.fullmatch(word)
+        if setting is not None and is_secret(setting[1]):
+            marked.append((word, setting[2]))
+        elif word.startswith("-"):
             flag, equals, value = word.partition("=")
             hide = is_secret(flag)
             marked.append((word, value if hide and equals else ""))

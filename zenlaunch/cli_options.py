@@ -181,14 +181,14 @@ def read_config(
     wishes: Mapping[str, Any],
 ) -> Config:
     """Lay the command line over the config file and check the result."""
-    config, source = Config(), "command line"
+    config = Config()
     if config_file is not None:
-        source = str(config_file)
         try:
             text = read_named_file(str(config_file))
         except OSError as e:
             raise ConfigError(f"{config_file}: {e.strerror}") from None
-        config = load(text, source=source)
+        # By itself first: what is wrong after this is the command line's.
+        config = validated(load(text, source=str(config_file)), source=str(config_file))
     given = dict(wishes)
     if (peers := given.get("proxy.trusted_peers")) is not None:
         given["proxy.trusted_peers"] = tuple(peers)
@@ -200,12 +200,12 @@ def read_config(
     engine_args: tuple[str, ...] = ctx.obj or ()
     if engine_args:
         config = override(config, {"engine.args": (*config.engine.args, *engine_args)})
-    config = validated(config, source=source)
+    config = validated(config)
     if port is None:
         return config
     host, _ = parse_listen(config.proxy.listen)
     listen = replace(config.proxy, listen=host_port(host, port))
-    return validated(replace(config, proxy=listen), source=source)
+    return validated(replace(config, proxy=listen))
 
 
 def _environment(pairs: Sequence[str]) -> dict[str, str]:

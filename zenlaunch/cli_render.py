@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zenlaunch.binding import split_numactl
+from zenlaunch.blot import argv_without, secrets_of
 from zenlaunch.cli_options import (
     ConfigFile,
     ModelArgument,
@@ -117,7 +118,7 @@ def systemd(
         name=name,
         user=user or name,
         program=_find_program(program, here=here or install),
-        remake=_remake(sys.argv),
+        remake=_remake(sys.argv, config),
         topology=topology,
         model_folder=_folder_of(composed.config.model),
         systemd_version=systemd_version,
@@ -129,6 +130,7 @@ def systemd(
         options = replace(options, places=_places(options, specs, composed.config))
     files = RENDERERS["systemd"](composed.plan, specs, composed.config, options)
     _warn_of_what_units_lack(options, specs, composed)
+    _warn_of_secrets(composed.config, name)
     if output is not None:
         found = changes(files, output, name=name)
         refuse_foreign_folder(output, name)
@@ -175,6 +177,7 @@ def shell(
     from zenlaunch.compose import compose, read_machine
     from zenlaunch.installed import changes, install_files, refuse_foreign
     from zenlaunch.render import RENDERERS, RenderOptions
+    from zenlaunch.render.files import secret_names
 
     only_one({"--machine": machine, "--sysroot": sysroot})
     config = read_config(ctx, model, config_file, port, zentorch, wishes)
@@ -184,8 +187,12 @@ def shell(
         if note.severity is not Severity.INFO:
             _say(f"{note.severity.value}  {note.text}")
     options = RenderOptions(
-        program=_find_program(program, here=here), remake=_remake(sys.argv), topology=topology
+        program=_find_program(program, here=here),
+        remake=_remake(sys.argv, config),
+        topology=topology,
     )
+    if secrets := secret_names(composed.config):
+        _say(f"warning  {', '.join(secrets)} stands in this script as it is: keep it to yourself")
     (file,) = RENDERERS["shell"](composed.plan, composed.specs, composed.config, options)
     if output is None:
         sys.stdout.write(file.text)
@@ -204,6 +211,18 @@ def _print_files(files: Sequence[RenderedFile]) -> None:
     for k, file in enumerate(files):
         print(f"{chr(10) if k else ''}==> {file.path} (mode {file.mode:04o})")
         sys.stdout.write(file.text)
+
+
+def _warn_of_secrets(config: Config, name: str) -> None:
+    """Say which secrets of a config the units hold, and where they would be better."""
+    from zenlaunch.render.files import secret_names
+
+    better = f"better in /etc/{name}/secrets.env, which zenlaunch never writes"
+    for secret in secret_names(config):
+        if secret.startswith("-"):
+            _say(f"warning  {secret} stands in units that everybody reads: {better} (VLLM_API_KEY)")
+        else:
+            _say(f"warning  {secret} stands in the instances' environment files (0600): {better}")
 
 
 def _folder_of(model: str | None) -> str | None:
@@ -227,8 +246,8 @@ def _find_program(wish: str | None, *, here: bool) -> tuple[str, ...]:
     return (found,) if found else (sys.executable, "-m", "zenlaunch")
 
 
-def _remake(argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the command without what says where to: that is no part of the files."""
+def _remake(argv: Sequence[str], config: Config) -> tuple[str, ...]:
+    """Return the command without what says where to, which is no part of the files, nor secrets."""
     words, kept = iter(argv[1:]), ["zenlaunch"]
     for word in words:
         if word == "--":
@@ -237,7 +256,8 @@ def _remake(argv: Sequence[str]) -> tuple[str, ...]:
             next(words, None)
         elif word not in ("--install", "--diff", "--yes") and not word.startswith("--output="):
             kept.append(word)
-    return tuple(kept)
+    engine = config.engine
+    return tuple(argv_without(kept, secrets_of(engine.env, engine.args)))
 
 
 def _read_by_units(options: RenderOptions, specs: Sequence[LaunchSpec], config: Config) -> set[str]:

@@ -128,6 +128,7 @@ def _run_here(
     import asyncio
 
     from zenlaunch import deployments
+    from zenlaunch.front import open_to_others
     from zenlaunch.output import plan_map
     from zenlaunch.screens import UpScreen
     from zenlaunch.session import Session
@@ -147,6 +148,9 @@ def _run_here(
             for line in plan_map(composed.topology, composed.plan):
                 screen.say(line)
             screen.say(f"logs in {folders.logs}")
+            environ = os.environ | composed.config.engine.env
+            if (warning := open_to_others(composed.config.proxy, environ)) is not None:
+                screen.say(f"warning  {warning}", "yellow")
             session = Session(
                 deployment,
                 claim,
@@ -259,7 +263,7 @@ def proxy(
     Before engines that somebody else started: each --upstream, each line of --upstreams-file.
     SIGHUP reads that file and the keys again; SIGUSR2 puts a new process in the place of this one.
     """
-    from zenlaunch.front import proxy_options
+    from zenlaunch.front import open_to_others, proxy_options
     from zenlaunch.notify import listen_fd
     from zenlaunch.proxy.address import parse_upstream, read_upstreams
     from zenlaunch.proxy.server import run as serve
@@ -286,6 +290,8 @@ def proxy(
         )
 
     options = read_options()
+    if fd is None and (warning := open_to_others(config.proxy, os.environ)) is not None:
+        print(f"warning  {warning}", file=sys.stderr, flush=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     raise typer.Exit(serve(options, reload=read_options))
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.errors import ConfigError
 from zenlaunch.values import GIB as GIB
+from zenlaunch.values import MIB, shown, unprintable
 from zenlaunch.values import parse_listen as parse_listen
 from zenlaunch.values import parse_percent as parse_percent
 from zenlaunch.values import parse_size as parse_size
-from zenlaunch.values import shown, unprintable
 from zenlaunch.yaml_text import read_yaml
 
 _LONGEST_S = 30 * 86400.0
@@ -213,11 +213,14 @@ def find_problems(config: Config) -> list[str]:
         for name in clashing:
             check(f"split.{name}", f"cannot be combined with split.recipe {split.recipe.value}")
     if memory.kv_cache != "auto":
-        check("memory.kv_cache", _problem(_size_above_0, memory.kv_cache))
+        check(
+            "memory.kv_cache",
+            _problem(_size_above_0, memory.kv_cache) or _problem(_size_meant, memory.kv_cache),
+        )
     for name in ("weights", "overhead"):
         value = getattr(memory, name)
         if value is not None:
-            check(f"memory.{name}", _problem(parse_size, value))
+            check(f"memory.{name}", _problem(_size_meant, value))
     check("memory.margin", _problem(parse_percent, memory.margin))
     proxy = config.proxy
     for name in ("max_body_bytes", "body_budget_bytes"):
@@ -380,6 +383,13 @@ def _problem(parse: Any, value: Any) -> str | None:
 def _size_above_0(value: str | int) -> None:
     if parse_size(value) == 0:
         raise ValueError("must be above 0")
+
+
+def _size_meant(value: str | int) -> None:
+    """Refuse a bare number so small that GiB was meant; raises ValueError."""
+    size = parse_size(value)
+    if 0 < size < MIB and str(value).strip().isdigit():
+        raise ValueError(f"{value} is {size} bytes; write {value}G for GiB")
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

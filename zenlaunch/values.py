@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+MIB = 1 << 20
 GIB = 1 << 30
 EIB = 1 << 60  # no machine has more of anything that is counted in bytes
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from zenlaunch.cli_render import _remake
+from zenlaunch.config import Config
 
 Run = Callable[..., Any]
 
@@ -34,6 +35,28 @@ def test_prints_every_file(zenlaunch: Run, wish: tuple[str, ...]) -> None:
     assert "==> /etc/systemd/system/zenlaunch-i0.service (mode 0644)" in heads
     assert "==> /etc/zenlaunch/i0.env (mode 0600)" in heads
     assert "ExecStart=/opt/engine --port 8001" in done.out
+
+
+def test_secrets_stand_where_they_must_only(
+    zenlaunch: Run, wish: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("render", "systemd", *wish, "--env", "HF_TOKEN=hf_0123456789", "--output",
+             str(tmp_path / "units"), *ENGINE)  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["zenlaunch", *words])
+    done = zenlaunch(*words)
+    assert done.status == 0, done.err
+    assert "HF_TOKEN stands in the instances' environment files (0600)" in done.err
+    holding = [p for p in (tmp_path / "units").rglob("*") if p.is_file()
+               and "hf_0123456789" in p.read_text()]  # fmt: skip
+    assert [(p.name, p.stat().st_mode & 0o777) for p in holding] == [("i0.env", 0o600)]
+    script = tmp_path / "run.sh"
+    words = ("render", "shell", *wish, "--env", "HF_TOKEN=hf_0123456789", "--output",
+             str(script), *ENGINE)  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["zenlaunch", *words])
+    done = zenlaunch(*words)
+    assert "HF_TOKEN stands in this script as it is" in done.err
+    assert script.stat().st_mode & 0o777 == 0o700
+    assert script.read_text().count("hf_0123456789") == 1  # not in its header
 
 
 def test_writes_to_a_folder(zenlaunch: Run, wish: tuple[str, ...], tmp_path: Path) -> None:
@@ -147,4 +170,4 @@ def test_a_file_named_from_this_folder_is_named(
     ],
 )
 def test_the_command_that_makes_it_again(given: str, kept: str) -> None:
-    assert " ".join(_remake(given.split())) == kept
+    assert " ".join(_remake(given.split(), Config())) == kept

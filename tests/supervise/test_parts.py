@@ -47,10 +47,18 @@ def test_markers_are_found_in_their_lines() -> None:
     [("HF_TOKEN", True), ("VLLM_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True),
      ("KEYBOARD", False), ("PATH", False), ("SSH_KEY", True), ("DB_PASSWORD", True),
      ("AWS_ACCESS_KEY_ID", True), ("--hf-token", True), ("--tokenizer", False),
-     ("--max-num-batched-tokens", False), ("TOKENIZERS_PARALLELISM", False)],
+     ("--max-num-batched-tokens", False), ("TOKENIZERS_PARALLELISM", False),
+     ("--api-keys-file", False), ("--upstream-key-file", False), ("HF_TOKEN_PATH", False)],
 )  # fmt: skip
 def test_secret_names(name: str, secret: bool) -> None:
     assert is_secret(name) is secret
+
+
+def test_settings_of_a_command_line_are_blotted_out_by_their_name() -> None:
+    words = ["up", "--env", "HF_TOKEN=abc", "--env=API_KEY=x=y", "A=1", "--api-keys-file", "k"]
+    assert argv_without(words) == [
+        "up", "--env", "HF_TOKEN=***", "--env=API_KEY=***", "A=1", "--api-keys-file", "k",
+    ]  # fmt: skip
 
 
 def test_secrets_are_blotted_out_the_longest_first() -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zenlaunch import __version__
+from zenlaunch.blot import is_secret
+from zenlaunch.config import Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan
 from zenlaunch.topology import Topology
@@ -70,6 +72,12 @@ def plan_digest(plan: Plan) -> str:
     decided = plan.to_dict() | {"notes": []}
     text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def secret_names(config: Config) -> tuple[str, ...]:
+    """Return the variables and the engine's options of a config whose values are secrets."""
+    options = (arg.partition("=")[0] for arg in config.engine.args if arg.startswith("-"))
+    return tuple(name for name in (*config.engine.env, *options) if is_secret(name))
 
 
 def header(plan: Plan, options: RenderOptions, *own: str) -> str:

@@ -14,7 +14,7 @@ from zenlaunch.config import Config
 from zenlaunch.errors import RenderError
 from zenlaunch.plan import Plan
 from zenlaunch.proxy_command import proxy_command
-from zenlaunch.render.files import RenderedFile, RenderOptions, header
+from zenlaunch.render.files import RenderedFile, RenderOptions, header, secret_names
 from zenlaunch.spec import LaunchSpec
 from zenlaunch.values import host_port
 
@@ -98,7 +98,8 @@ def render(
     parts += [f"{_ready(spec)}\n" for spec in specs]
     parts.append(f"\n{_proxy(plan, config, options)}\n")
     text = "".join(parts)
-    return (RenderedFile(path=f"/{options.name}.sh", text=text, mode=0o755),)
+    mode = 0o700 if secret_names(config) else 0o755
+    return (RenderedFile(path=f"/{options.name}.sh", text=text, mode=mode),)
 
 
 def _start(spec: LaunchSpec) -> str:
