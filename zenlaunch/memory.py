@@ -231,6 +231,6 @@ def _check_one_sequence(memory: InstanceMemory, model: ModelSizes) -> None:
     raise PlanError(
         f"a KV cache of {gib(memory.kv_bytes)} cannot hold one sequence of {model.max_model_len} "
         f"tokens: it needs {gib(needed)} ({model.kv_bytes_per_token} bytes a token)",
-        hint=f"shorter: -- --max-model-len {fits}; larger: "
-        f"--kv-cache {-(-needed // GIB)}G; or fewer instances per node",
+        hint=(f"shorter: -- --max-model-len {fits}; " if fits else "")
+        + f"larger: --kv-cache {-(-needed // GIB)}G; or fewer instances per node",
     )

@@ -44,4 +44,9 @@ def _bounded(fd: int, *, wait: bool) -> str:
         size += len(chunk)
         if size > LIMIT_BYTES:
             raise OSError(27, f"larger than {LIMIT_BYTES >> 20} MiB")
-    return b"".join(parts).decode(errors="replace")
+    data = b"".join(parts)
+    if data.startswith(b"\x1f\x8b"):
+        raise OSError(
+            22, "packed: unpack it first (of `probe --save`: tar -xzf FILE -C DIR, --sysroot DIR)"
+        )
+    return data.decode(errors="replace")
