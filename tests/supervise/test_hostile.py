@@ -15,7 +15,7 @@ import pytest
 
 from supervise.test_outlive import Up, wait
 from supervise.world import Running, deployment, engine
-from zenlaunch import checks, commands, events, observe
+from zenlaunch import checks, commands, events, observe, procfs
 from zenlaunch.cpuset import CpuSet
 from zenlaunch.lifecycle import State
 
