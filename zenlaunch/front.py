@@ -6,14 +6,13 @@ line, is `config.proxy_words`.)
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from zenlaunch.config import PROXY_FILES, ProxySettings, given_to_proxy, parse_listen, parse_size
 from zenlaunch.proxy.options import ProxyOptions
+from zenlaunch.values import is_loopback
 
 _SIZES = {"max_body_bytes", "body_budget_bytes"}
 
@@ -21,12 +20,9 @@ _SIZES = {"max_body_bytes", "body_budget_bytes"}
 def open_to_others(settings: ProxySettings, environ: Mapping[str, str]) -> str | None:
     """Warn of a proxy that others than this machine reach and that asks them for no key."""
     host, _ = parse_listen(settings.listen)
-    with contextlib.suppress(ValueError):
-        if ip_address(host).is_loopback:
-            return None
     # A key of the engines' own passes through the proxy.
     keys = environ.get("ZENLAUNCH_API_KEYS") or environ.get("VLLM_API_KEY")
-    if host == "localhost" or settings.api_keys_file or keys:
+    if is_loopback(host) or settings.api_keys_file or keys:
         return None
     where = "all addresses" if host in ("0.0.0.0", "::") else host
     return (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zenlaunch import checks, compiled
+from zenlaunch import checks, compiled, procfs
 from zenlaunch.cpuset import EMPTY, CpuSet
 from zenlaunch.errors import ConfigError, LaunchError
 from zenlaunch.memory import gib
@@ -182,16 +182,9 @@ def _status_set(status: Path, key: str) -> CpuSet:
     return EMPTY
 
 
-def _own_group() -> Path | None:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::/"):
-            return Path("/sys/fs/cgroup") / line.removeprefix("0::/")
-    return None
-
-
 def _leftovers() -> list[str]:
     """Name processes of an earlier run that are still in the unit's control group."""
-    group = _own_group()
+    group = procfs.group_of("self")
     if group is None or not group.name.endswith(".service"):
         return []
     with contextlib.suppress(OSError):
@@ -286,7 +279,7 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
 
 
 def _foreign_listener(port: int) -> int | None:
-    group = _own_group()
+    group = procfs.group_of("self")
     if group is None or not group.name.endswith(".service"):
         return None
     own = [int(word) for word in (group / "cgroup.procs").read_text().split()]

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zenlaunch.child import tree
 from zenlaunch.cpuset import EMPTY, CpuSet
@@ -170,9 +170,9 @@ def group_pages(pids: Collection[int], root: Path = Path("/")) -> Pages | None:
     v1 does not tell shared memory from files.
     """
     try:
-        paths = {_group_path(root, pid) for pid in pids}
-        (path,) = paths
-        folder = root / "sys/fs/cgroup" / path
+        (folder,) = {group_of(pid, root) for pid in pids}
+        if folder is None:
+            return None
         members = {int(word) for word in (folder / "cgroup.procs").read_text().split()}
         if members != set(pids) or any(e.is_dir() for e in folder.iterdir()):
             return None
@@ -185,11 +185,12 @@ def group_pages(pids: Collection[int], root: Path = Path("/")) -> Pages | None:
     return Pages(own=_positive(own), file=_positive(file))
 
 
-def _group_path(root: Path, pid: int) -> str:
+def group_of(pid: int | Literal["self"], root: Path = Path("/")) -> Path | None:
+    """Return the folder of a process's cgroup (v2), None without one; raises OSError."""
     for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
         if line.startswith("0::/"):
-            return line.removeprefix("0::/")
-    raise ValueError(f"process {pid} has no cgroup of version 2")
+            return root / "sys/fs/cgroup" / line.removeprefix("0::/")
+    return None
 
 
 def _by_node(words: list[str]) -> dict[int, int]:

@@ -106,6 +106,15 @@ def parse_listen(value: str) -> tuple[str, int]:
     return host or "127.0.0.1", port
 
 
+def is_loopback(host: str) -> bool:
+    """Say whether who listens on this host is reached from this machine alone."""
+    if _is_ipv6(host):
+        from ipaddress import IPv6Address  # for the few that write one
+
+        return IPv6Address(host).is_loopback
+    return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
+
+
 def in_gib(size: int) -> str:
     """Print bytes as GiB, however many, so that the numbers of one sentence compare."""
     return f"{size / GIB:.1f} GiB"

@@ -270,7 +270,6 @@ class UpstreamConnection:
 class Upstream:
     """One engine: its address, its idle connections, what was counted for it.
 
-
     `way` is where its name led when a probe got through last: requests never wait for a resolver.
     """
 

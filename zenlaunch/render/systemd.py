@@ -24,7 +24,7 @@ from zenlaunch.render.files import RenderedFile, RenderOptions, header, plan_dig
 from zenlaunch.render.hardening import instance_hardening, proxy_hardening
 from zenlaunch.render.quoting import env_line, exec_line, paths, plain
 from zenlaunch.spec import LaunchSpec
-from zenlaunch.values import counted, host_port, in_gib
+from zenlaunch.values import counted, host_port, in_gib, is_loopback
 
 SCHEMA = 1
 UNITS = "/etc/systemd/system"
@@ -306,7 +306,6 @@ def _proxy(plan: Plan, config: Config, options: RenderOptions) -> RenderedFile:
         listen=_listen(proxy), admin_socket=f"/run/{name}/proxy.sock",
     )  # fmt: skip
     argv = [word for group in groups for word in group]
-    local = proxy.host == "::1" or proxy.host.startswith("127.") or proxy.host == "localhost"
     pinned = f"AllowedCPUs={proxy.cpus}\n" if proxy.cpus else ""
     named = {key: getattr(config.proxy, key) or "" for key in PROXY_FILES}
     for key, path in named.items():
@@ -352,7 +351,7 @@ OOMPolicy=stop
 LimitNOFILE=262144
 LimitCORE=0
 
-{proxy_hardening(local=local, home=_in_home(readable, options))}"""
+{proxy_hardening(local=is_loopback(proxy.host), home=_in_home(readable, options))}"""
     )
     return RenderedFile(path=f"{UNITS}/{name}-proxy.service", text=text)
 
