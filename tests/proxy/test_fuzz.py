@@ -24,7 +24,7 @@ from zenlaunch.proxy.http1 import (
 )
 from zenlaunch.proxy.options import UpstreamAddress
 from zenlaunch.proxy.retry import Fault
-from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
+from zenlaunch.proxy.upstream import Upstream, UpstreamConnection
 
 from .harness import Engine, Proxy, until
 
@@ -239,7 +239,8 @@ class Wire:
     connected = True
     paused = False
     error = None
-    unsent = ()
+    unsent_bytes = 0
+    seen = 0.0
 
     def connect(self, way: object, receive: object) -> Wire:
         return self
@@ -271,8 +272,8 @@ class Recorder:
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         self.end = "broken"
 
-    def relay(self) -> Relay | None:
-        return None
+    def relay(self, otherwise: object) -> None:
+        pass
 
 
 def read_ours(parts: list[bytes]) -> Recorder:

@@ -189,6 +189,7 @@ class Admin:
         """Return the proxy's metrics, those kept for it in a file, and those of all instances."""
         hub = self._hub
         answers = await self._ask_all("/metrics", hub.upstream_authorization)
+        hub.settle()
         own = own_exposition(
             hub.stats,
             hub.balancer.views(hub.now()),

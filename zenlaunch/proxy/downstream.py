@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, cast
+import socket
+from typing import TYPE_CHECKING, Any
 
 from zenlaunch.config import HalfClose
 from zenlaunch.proxy.answers import CONTINUE, JSON, Answer, error_body, own_head
@@ -24,10 +25,10 @@ from zenlaunch.proxy.http1 import (
 )
 from zenlaunch.proxy.intake import Request
 from zenlaunch.proxy.metrics import bump
-from zenlaunch.proxy.outlet import Outlet
-from zenlaunch.proxy.peer import was_reset
+from zenlaunch.proxy.peer import unacknowledged_bytes
 from zenlaunch.proxy.routes import Action
 from zenlaunch.proxy.trust import forwarded_fields
+from zenlaunch.proxy.wire import Wire
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.admin import Admin
@@ -36,17 +37,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("zenlaunch.proxy")
 
 _LINGER_S = 5.0
-_READ_BYTES = 2**20  # more than one read of the event loop brings
+_FLUSH_S = 5.0
+_READ_BYTES = 2**20  # more than one read of a wire brings
 _WORK_AT_ONCE = 64
 _SLICE_BYTES = 16_384
 
 # Where a connection is, in this order. Plain numbers: looking up a member of an enum costs more
 # than the comparison, and every request does it thirty times.
-_HEAD, _LENGTH, _CHUNKS, _ANSWER, _LINGERS, _CLOSED = range(6)
+_HEAD, _LENGTH, _CHUNKS, _ANSWER, _LINGERS, _RESETS, _CLOSED = range(7)
 _PROXY = Action.PROXY
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection:
     """One client's connection; `private` ones come through the admin socket."""
 
     __slots__ = (
@@ -63,15 +65,14 @@ class ClientConnection(asyncio.Protocol):
         "_private",
         "_request",
         "_yielded",
-        "outlet",
         "peer",
-        "transport",
         "trusted",
+        "wire",
     )
-    transport: asyncio.Transport
-    outlet: Outlet
 
-    def __init__(self, hub: Hub, admin: Admin, *, private: bool) -> None:
+    def __init__(
+        self, hub: Hub, admin: Admin, sock: socket.socket, address: Any, *, private: bool
+    ) -> None:
         self._hub = hub
         self._admin = admin
         self._private = private
@@ -85,21 +86,10 @@ class ClientConnection(asyncio.Protocol):
         self._yielded = False
         self._deadline = hub.now() + hub.options.head_timeout_s
         self._forwarded: tuple[bytes, bytes] | None = None
-        self.peer = "local"
-        self.trusted = False
-
-    # -- the connection
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        hub = self._hub
-        self.outlet = Outlet(self.transport)
-        if not self._private:
-            peername = transport.get_extra_info("peername")
-            if isinstance(peername, tuple):
-                self.peer = str(peername[0])
-            self.trusted = hub.peers.trusts(self.peer)
-        if len(hub.clients) >= hub.max_connections and not self._private:
+        self.peer = "local" if private else str(address[0])
+        self.trusted = not private and hub.peers.trusts(self.peer)
+        self.wire: Wire = hub.wires.adopt(sock, self.receive, filled=self._filled, lost=self._lost)
+        if len(hub.clients) >= hub.max_connections and not private:
             self._at = _CLOSED
             body = error_body(503, "too_many_connections", "too many connections")
             self.write_own(
@@ -109,24 +99,29 @@ class ClientConnection(asyncio.Protocol):
                 keep_alive=False,
                 extra=b"retry-after: 1\r\n",
             )
-            self.transport.close()
+            self.wire.finish()
             return
         hub.clients.add(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    # -- the connection
+
+    def _lost(self) -> None:
+        """Clean up: the connection is closed, by whomever."""
         self._at = _CLOSED
         self._hub.clients.discard(self)
         self._leave()
 
-    def eof_received(self) -> bool | None:
+    def _end_of_input(self) -> None:
+        """Take note that the client sends nothing more: most have left, some wait for an answer."""
         self._finished_reading = True
+        if self._at == _RESETS:
+            return
         if self._at == _ANSWER:
             # What the proxy answers itself costs nothing: it is answered in any case.
             if self._own is not None or self._hub.options.half_close is HalfClose.ANSWER:
-                return True
+                return
             self._leave()
-        self._at = _CLOSED
-        return None
+        self._close()
 
     def _leave(self) -> None:
         """Give up what was under way for this client."""
@@ -153,14 +148,12 @@ class ClientConnection(asyncio.Protocol):
             self._forwarded = (head.host, lines)
         return self._forwarded[1]
 
-    def pause_writing(self) -> None:
-        self.outlet.paused = True
-        if self._exchange is not None:
-            self._exchange.pause()
-
-    def resume_writing(self) -> None:
-        self.outlet.paused = False
-        if self._exchange is not None:
+    def _filled(self) -> None:
+        """Let the engine wait while the client does not take what there is already."""
+        if self.wire.full:
+            if self._exchange is not None:
+                self._exchange.pause()
+        elif self._exchange is not None:
             self._exchange.resume()
         elif self._at < _ANSWER and self._buffer and not self._yielded:
             self._deadline = self._hub.now() + self._hub.options.head_timeout_s
@@ -186,21 +179,27 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     def _close(self) -> None:
-        self._at = _CLOSED
-        self.transport.close()
+        if self._at == _RESETS:
+            self.wire.reset()
+        else:
+            self._at = _CLOSED
+            self.wire.finish()
 
     def check(self, now: float) -> None:
         """Look at the deadlines: idle, slow head, slow body, a client that does not read."""
         at = self._at
-        stands_s = self.outlet.stands_s(now)
-        if stands_s is not None:
+        stands_s = self.wire.stands_s(now)
+        if at == _RESETS:
+            # Not before the client's kernel has what was written: a reset throws the rest away.
+            wire = self.wire
+            if now >= self._deadline or not (wire.unsent_bytes or unacknowledged_bytes(wire.fd)):
+                wire.reset()
+        elif stands_s is not None:
             if stands_s >= self._hub.options.client_stall_s:
-                self._leave()
-                self.transport.abort()
-            return
-        if at in (_CLOSED, _LINGERS):
+                self.wire.close()
+        elif at in (_CLOSED, _LINGERS):
             if now >= self._deadline:
-                self.transport.abort()
+                self.wire.close()
         elif at == _HEAD:
             if now >= self._deadline:
                 if self._buffer:
@@ -208,22 +207,20 @@ class ClientConnection(asyncio.Protocol):
                 else:
                     self._close()
         elif at == _ANSWER:
-            # After its FIN a socket is not read any more, so a reset shows here only.
-            if self._finished_reading and self._is_reset():
-                self._leave()
-                self.transport.abort()
+            return
         elif self._request is not None and now >= self._deadline + (
             self._request.body_bytes / self._hub.options.body_min_rate
         ):
             self._refuse(408, "body_timeout", "the request body came too slowly")
 
-    def _is_reset(self) -> bool:
-        sock = self.transport.get_extra_info("socket")
-        return sock is not None and was_reset(sock)
-
     # -- requests
 
-    def data_received(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
+        """Take what has come; b"" is the end of it, or of the connection."""
+        if not data:
+            if self.wire.error is None:
+                self._end_of_input()
+            return
         at = self._at
         if at >= _ANSWER:
             if at != _ANSWER:
@@ -231,15 +228,13 @@ class ClientConnection(asyncio.Protocol):
             # A pipelined request: kept for its turn, within bounds.
             self._buffer += data
             if len(self._buffer) > self._hub.options.max_pipelined_bytes:
-                self._leave()
-                self._at = _CLOSED
-                self.transport.abort()
+                self.wire.close()
             return
         if at == _HEAD and not self._buffer:
             self._deadline = self._hub.now() + self._hub.options.head_timeout_s
         self._buffer = self._buffer + data if self._buffer else data
         if len(self._buffer) > self._hub.options.max_pipelined_bytes + _READ_BYTES:
-            self.transport.abort()
+            self.wire.close()
             return
         self._advance()
 
@@ -251,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             work = 0
             # Who does not take the answers is asked no more questions: they would fill the memory.
-            while self._at < _ANSWER and self._buffer and not self.outlet.paused:
+            while self._at < _ANSWER and self._buffer and not self.wire.full:
                 step = self._step()
                 if step == 0:
                     break
@@ -260,7 +255,7 @@ class ClientConnection(asyncio.Protocol):
                     # Thousands of tiny requests or chunks must not hold up everybody else. Nobody
                     # waits for an answer here, so not reading hides nothing.
                     self._yielded = True
-                    self.transport.pause_reading()
+                    self.wire.pause()
                     self._hub.loop.call_soon(self._go_on)
                     break
         except BadMessage as problem:
@@ -270,10 +265,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         self._yielded = False
-        if not self.transport.is_closing():
-            self._advance()
-        if not self._yielded and not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._advance()
+        if not self._yielded:
+            self.wire.resume()
 
     def _step(self) -> int:
         """Take one step; return how much work it was, 0 when more bytes are needed."""
@@ -322,7 +316,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self._hub.now() + self._hub.options.body_grace_s
         self._at = _CHUNKS if head.chunked else _LENGTH
         if head.expects_continue and not self._buffer:
-            self.outlet.write(CONTINUE)
+            self.wire.write(CONTINUE)
 
     def _dispatch(self, request: Request) -> None:
         """The request is whole: hand it over."""
@@ -365,12 +359,14 @@ class ClientConnection(asyncio.Protocol):
         if self._at == _CLOSED:
             return
         if reset:
-            self._at = _CLOSED
-            self._hub.spawn(self.outlet.reset())
+            self._at = _RESETS
+            now = self._hub.now()
+            self._deadline = now + _FLUSH_S
+            self.check(now)
         elif not keep or (self._finished_reading and not self._buffer):
             self._at = _CLOSED
             self._deadline = self._hub.now() + _LINGER_S
-            self.transport.close()
+            self.wire.finish()
         else:
             self._at = _HEAD
             now = self._hub.now()
@@ -403,7 +399,7 @@ class ClientConnection(asyncio.Protocol):
         )
         request = self._request
         bodyless = request is not None and request.head.method == "HEAD"
-        self.outlet.write(head if bodyless else head + body)
+        self.wire.write(head if bodyless else head + body)
 
     def _refuse_as(self, refusal: Refusal) -> None:
         self._refuse(refusal.status, refusal.code, refusal.message, extra=refusal.fields)
@@ -439,10 +435,10 @@ class ClientConnection(asyncio.Protocol):
         self._at = _LINGERS
         self._buffer = b""
         self._deadline = self._hub.now() + _LINGER_S
-        if self._finished_reading or not self.transport.can_write_eof():
-            self.transport.close()
+        if self._finished_reading:
+            self.wire.finish()
         else:
-            self.transport.write_eof()
+            self.wire.shut()
 
     def _log(self, status: int, bytes_out: int, request_id: str, error: str = "") -> None:
         hub, request = self._hub, self._request

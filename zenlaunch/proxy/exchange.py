@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from zenlaunch.proxy.answers import error_body, one_line
-from zenlaunch.proxy.attempt import Attempt
+from zenlaunch.proxy.attempt import Attempt, Receive
 from zenlaunch.proxy.balancer import Lease, Outcome, Verdict
 from zenlaunch.proxy.http1 import ResponseHead, field
 from zenlaunch.proxy.metrics import Counters, bump
@@ -26,7 +26,7 @@ from zenlaunch.proxy.retry import (
     decide,
     retry_after_s,
 )
-from zenlaunch.proxy.upstream import Relay, UpstreamConnection
+from zenlaunch.proxy.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
     from zenlaunch.proxy.downstream import ClientConnection
@@ -214,21 +214,13 @@ class Exchange:
         if ready:
             self._forward(self._attempt, ready)
 
-    def relay(self) -> Relay | None:
-        """Take whole chunks as they are once all before them has gone out the same way."""
+    def relay(self, otherwise: Receive) -> Receive | None:
         attempt, reply = self._attempt, self._reply
         if not reply.takes_chunks or attempt is None:
             return None
         if attempt.tracker is None or not attempt.tracker.at_rest:
             return None
-        write, count = self._client.outlet.write, attempt.count_events
-
-        def relay(data: bytes) -> None:
-            write(data)
-            reply.bytes_out += len(data)
-            count(data)
-
-        return relay
+        return attempt.open_short_way(self._client.wire, self._hub.wires, otherwise)
 
     def on_end(self, connection: UpstreamConnection) -> None:
         self._connection = None
@@ -275,7 +267,7 @@ class Exchange:
 
     def _begin(self, head: ResponseHead, payload: bytes, *, length_bytes: int | None) -> None:
         self._request.drop()  # it will not be sent again
-        if self._client.outlet.paused:  # still full of an earlier answer
+        if self._client.wire.full:  # still full of an earlier answer
             self.pause()
         self._reply.begin(
             head,
@@ -373,6 +365,11 @@ class Exchange:
 
     # -- time and back-pressure
 
+    def settle(self) -> None:
+        """Bring the counters up to date."""
+        if self._attempt is not None:
+            self._attempt.settle()
+
     def check(self, now: float) -> None:
         """Look at the deadlines."""
         options = self._hub.options
@@ -387,7 +384,7 @@ class Exchange:
             if now - connection.sent_at >= options.connect_timeout_s:
                 self._time_out(Fault.CONNECT_TIMEOUT)
             return
-        if self._client.outlet.paused:
+        if self._client.wire.full:
             return
         attempt = self._attempt
         assert attempt is not None
@@ -422,7 +419,7 @@ class Exchange:
     def resume(self) -> None:
         """Let the engine go on."""
         if self._attempt is not None:
-            self._attempt.last_byte = self._hub.now()
+            self._attempt.restart(self._hub.now())
         if self._connection is not None:
             self._connection.wire.resume()
 
@@ -463,6 +460,7 @@ class Exchange:
             return
         self._ended = True
         hub, attempt = self._hub, self._attempt
+        self.settle()
         if self._connection is not None:
             self._connection.cancel(self)
             self._connection = None
@@ -492,7 +490,7 @@ class Exchange:
                 request_id=self._request.id,
                 key=self._request.key_name,
                 bytes_in=self._request.body_bytes,
-                bytes_out=self._reply.bytes_out,
+                bytes_out=self._reply.bytes_out + (attempt.short_bytes if attempt else 0),
                 first_byte_s=attempt.first_byte_s if attempt is not None else None,
                 duration_s=now - self._started,
                 attempts=self._history.attempts + 1,

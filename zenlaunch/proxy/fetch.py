@@ -10,10 +10,11 @@ import asyncio
 import socket
 import time
 
+from zenlaunch.proxy.attempt import Receive
 from zenlaunch.proxy.http1 import ResponseHead
 from zenlaunch.proxy.pump import Way
 from zenlaunch.proxy.retry import Fault
-from zenlaunch.proxy.upstream import Relay, Upstream, UpstreamConnection
+from zenlaunch.proxy.upstream import Upstream, UpstreamConnection
 
 
 class _Collector:
@@ -46,7 +47,7 @@ class _Collector:
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         self._fail(fault)
 
-    def relay(self) -> Relay | None:
+    def relay(self, otherwise: Receive) -> Receive | None:
         return None
 
     def _fail(self, why: str) -> None:

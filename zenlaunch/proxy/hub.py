@@ -38,13 +38,18 @@ class Hub:
     """The state of one running proxy."""
 
     def __init__(
-        self, options: ProxyOptions, loop: asyncio.AbstractEventLoop, *, max_connections: int
+        self,
+        options: ProxyOptions,
+        loop: asyncio.AbstractEventLoop,
+        wires: Pump,
+        *,
+        max_connections: int,
     ) -> None:
         self.options = options
         self.loop = loop
-        self.now = time.monotonic  # loop.time() of uvloop knows milliseconds only
+        self.now = time.monotonic
         self.max_connections = max_connections
-        self.wires = Pump(loop)
+        self.wires = wires
         self.upstreams: dict[str, Upstream] = {}
         self.balancer = Balancer((), policy=options.policy, rules=options.rules)
         self.stats = Stats()
@@ -150,7 +155,7 @@ class Hub:
         await asyncio.gather(*tasks, return_exceptions=True)
         for upstream in self.upstreams.values():
             upstream.close_idle()
-        self.wires.stop()
+        self.wires.hang_up()
         self.log.close()
 
     # -- time
@@ -248,8 +253,7 @@ class Hub:
 
     async def _probe_once(self, name: str) -> None:
         upstream = self.upstreams[name]
-        counters = self.stats.of(name)
-        received = counters.bytes_received
+        received = self._received(name)
         try:
             head, _ = await fetch(
                 upstream,
@@ -263,7 +267,7 @@ class Hub:
             return
         except OSError as error:
             # Busy is not dead: while its tokens flow, silence of /health says nothing.
-            if counters.bytes_received == received:
+            if self._received(name) == received:
                 what = "is silent" if isinstance(error, TimeoutError) else "breaks connections"
                 self._note(name, self.balancer.probe_missed(name, decisive=False), what)
             return
@@ -277,7 +281,7 @@ class Hub:
     async def _look_for_progress(self, name: str) -> None:
         """Let an engine rest that says it is well and stands still with requests in it."""
         progress, balancer = self._progress[name], self.balancer
-        in_flight, received = balancer.in_flight_at(name), self.stats.of(name).bytes_received
+        in_flight, received = balancer.in_flight_at(name), self._received(name)
         if not progress.is_doubtful(self.now(), in_flight=in_flight, received=received):
             return
         try:
@@ -297,6 +301,15 @@ class Hub:
             pause_s = self.options.probe_ready_interval_s
             balancer.rest(name, now + self.options.hang_s / 5 + 2 * pause_s)
             log.warning("upstream %s has %d requests and stands still", name, in_flight)
+
+    def settle(self) -> None:
+        """Bring the counters up to date: streams put off what can wait."""
+        for exchange in self.exchanges:
+            exchange.settle()
+
+    def _received(self, name: str) -> int:
+        self.settle()
+        return self.stats.of(name).bytes_received
 
     def _note(self, name: str, changed: bool, what: str) -> None:
         if changed:

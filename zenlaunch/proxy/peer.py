@@ -11,7 +11,6 @@ import struct
 import sys
 import termios
 
-_CLOSED = 7  # TCP_CLOSE in include/net/tcp_states.h
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -25,13 +24,6 @@ def watch_peer(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-
-
-def was_reset(sock: socket.socket) -> bool:
-    """Tell whether a connection that nobody reads any more has been reset."""
-    if sock.family == socket.AF_UNIX:
-        return False
-    return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED)
 
 
 def reset_on_close(sock: socket.socket) -> None:

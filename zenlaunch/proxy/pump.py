@@ -1,56 +1,75 @@
-"""Sockets to the engines, read and written by hand: one wake-up serves every stream of a step.
+"""All sockets of the proxy in one epoll set: one wake-up serves every stream of an engine's step.
 
-An engine's step makes all its streams readable at once. One private epoll set, itself one reader of
-the event loop, takes them together: a read, a call and (in `outlet`) a write for each, without the
-event loop's machinery in between. A descriptor for each in the event loop itself costs more, and
-uvloop tells of a reset only once, whatever is left to be read before it. Owns the descriptors, what
-a socket has not taken yet, and the order of closing. Knows nothing of HTTP. Follows epoll(7),
-level-triggered.
+An engine's step makes all its streams readable at once. The set takes them together: a read, a call
+and a write for each, without an event loop's machinery in between. asyncio, which is left with
+timers, probes and signals, sees the set as its selector: where it waits for its own descriptors,
+the wires are served. Owns the descriptors and the order of closing; one connection is `wire`'s.
+Knows nothing of HTTP. Follows epoll(7), level-triggered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import select
+import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
 from zenlaunch.proxy.peer import watch_peer
+from zenlaunch.proxy.wire import Wire, nothing
 
 log = logging.getLogger("zenlaunch.proxy")
 
-_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
-_READ_BYTES = 65_536
-_WRITE_BYTES = 2**20  # at once, so that a large body does not hold up the others
-_AT_ONCE = 64  # streams served before the event loop gets its turn
+_IN = select.EPOLLIN
+_BACKLOG = 4096
+_AT_ONCE = 128  # connections served before asyncio gets its turn
+_ACCEPTED_AT_ONCE = 64
+_REST_S = 1.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Way = tuple[int, Any]  # an address family and an address of it, as getaddrinfo(3) gives them
 
 
-class Pump:
-    """The set of all wires."""
+class Pump(selectors.EpollSelector):
+    """The set of all wires and doors; what asyncio registers is in a set of its own within it.
 
-    __slots__ = ("_closed", "_epoll", "_loop", "_serving", "_wires")
+    `now` is when the set was looked at last, `seen` when everything was served that was ready then
+    on the engines' side; both as `time.monotonic`, in seconds. `wanted` is set when asyncio has
+    something to do.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
+        super().__init__()
         self._epoll = select.epoll()
-        self._wires: dict[int, Wire] = {}
+        self._epoll.register(self.fileno(), _IN)
+        self._engines: dict[int, Wire] = {}
+        self._clients: dict[int, Wire | Door] = {}
         self._closed: list[socket.socket] = []
         self._serving = False
-        loop.add_reader(self._epoll.fileno(), self._serve)
+        self.now = self.seen = monotonic()
+        self.wanted = False
 
-    def stop(self) -> None:
-        """Close every wire without a word, and the set."""
-        for wire in list(self._wires.values()):
-            wire.close()
-        self._loop.remove_reader(self._epoll.fileno())
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        """Return a new event loop that serves the wires whenever it waits."""
+        return _Loop(self)
+
+    def hang_up(self) -> None:
+        """Close every wire and every door."""
+        for one in [*self._engines.values(), *self._clients.values()]:
+            one.close()
+
+    def close(self) -> None:
+        """Hang up, and close the sets: asyncio does at its end."""
+        self.hang_up()
         self._epoll.close()
+        super().close()
+
+    # -- connections
 
     def connect(self, way: Way, receive: Callable[[bytes], None]) -> Wire:
         """Begin to connect; `receive` is given all that comes, and b"" at the end or a failure.
@@ -59,177 +78,197 @@ class Pump:
         """
         family, address = way
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        watch_peer(sock)
-        wire = Wire(self, sock, receive)
-        code = sock.connect_ex(address)
-        if code not in (0, errno.EINPROGRESS):  # told by `receive`, like the end of any connection
-            wire.error = OSError(code, os.strerror(code))
         try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_peer(sock)
+            code = sock.connect_ex(address)
+            wire = Wire(self, sock, receive)
+            wire.connected = False
             self._epoll.register(wire.fd, _IN)
         except OSError:
             sock.close()
             raise
-        self._wires[wire.fd] = wire
+        self._engines[wire.fd] = wire
+        if code not in (0, errno.EINPROGRESS):  # told by `receive`, like the end of any connection
+            wire.error = OSError(code, os.strerror(code))
         return wire
 
-    def _serve(self) -> None:
-        """Serve what is ready, and what has become so meanwhile: to come back costs more.
+    def adopt(
+        self,
+        sock: socket.socket,
+        receive: Callable[[bytes], None],
+        *,
+        filled: Callable[[], None] = nothing,
+        lost: Callable[[], None] = nothing,
+    ) -> Wire:
+        """Serve a client's connected, non-blocking socket; see `Wire` for what is called when.
 
-        What is left over after `_AT_ONCE` wakes the event loop again at once.
+        Raises OSError when the kernel has no watch left; the socket is then the caller's.
         """
-        left = _AT_ONCE
-        while left > 0:
-            ready = self._epoll.poll(0, left)
-            if not ready:
-                return
-            left -= len(ready)
-            self._serving = True
-            for fd, flags in ready:
-                wire = self._wires.get(fd)
-                if wire is not None:  # not closed by what was served before it
-                    self._serve_one(wire, flags)
-            self._serving = False
-            while self._closed:
-                self._closed.pop().close()
+        wire = Wire(self, sock, receive, filled=filled, lost=lost)
+        self._epoll.register(wire.fd, _IN)
+        self._clients[wire.fd] = wire
+        return wire
 
-    def _serve_one(self, wire: Wire, flags: int) -> None:
-        try:
-            if flags & _OUT and wire.unsent:
-                wire.flush()
-            if flags == _OUT or wire.paused:
-                return
-            try:
-                data = os.read(wire.fd, _READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                wire.error = wire.error or error
-                data = b""
-            wire.receive(data)
-            if not data:
-                wire.close()
-        except Exception:
-            log.exception("serving an upstream's connection failed")
-            wire.fail()
+    def listen(self, sock: socket.socket, take: Callable[[socket.socket, Any], object]) -> Door:
+        """Accept connections; `take` is given each, non-blocking, with its peer's address."""
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        if sock.family != socket.AF_UNIX:  # those accepted inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_peer(sock)
+        door = Door(self, sock, take)
+        self._clients[door.fd] = door
+        self._epoll.register(door.fd, _IN)
+        return door
 
-    def watch(self, fd: int, before: int, wanted: int) -> None:
-        """Be told of other things than before; of nothing at all, not even an end, for 0."""
-        if not wanted:
+    # -- what is ready
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait and serve, until asyncio has something to do; return what is ready of its own.
+
+        `timeout` is in seconds; None waits for as long as it takes.
+        """
+        self.wanted = False
+        until = None if timeout is None else monotonic() + timeout
+        while True:
+            ready = self._epoll.poll(timeout, _AT_ONCE)
+            self.now = now = monotonic()
+            if self._serve(ready):
+                return super().select(0)
+            if self.wanted or not ready or (until is not None and now >= until):
+                return []
+            if until is not None:
+                timeout = until - now
+
+    def _serve(self, ready: list[tuple[int, int]]) -> bool:
+        """Serve what is ready; return whether something of asyncio's is too.
+
+        The engines' side first. Their tokens are waited for, what they say unasked is known before
+        their connections are used again, and a processor that does one thing at a time is quicker.
+        """
+        self._serving = True
+        rest = _serve_each(ready, self._engines)
+        if len(ready) < _AT_ONCE:
+            self.seen = self.now
+        rest = _serve_each(rest, self._clients)
+        self._serving = False
+        while self._closed:
+            self._closed.pop().close()
+        return bool(rest)
+
+    # -- for wires and doors
+
+    def watch(self, fd: int, before: int | None, wanted: int | None) -> None:
+        """Be told of other things than before; of nothing at all, not even an end, for None."""
+        if wanted is None:
             self._epoll.unregister(fd)
-        elif before:
-            self._epoll.modify(fd, wanted)
-        else:
+        elif before is None:
             self._epoll.register(fd, wanted)
+        else:
+            self._epoll.modify(fd, wanted)
 
-    def remove(self, wire: Wire, sock: socket.socket, *, watched: bool) -> None:
-        """Forget a wire and close its socket.
+    def remove(self, fd: int, sock: socket.socket, *, watched: bool) -> None:
+        """Forget a socket and close it.
 
         Not before all that is ready now has been served: a new socket under the old number would be
         given what belongs to its predecessor. Unregistered by hand, since a child being started may
         still hold a copy of the descriptor.
         """
         if watched:
-            self._epoll.unregister(wire.fd)
-        del self._wires[wire.fd]
+            self._epoll.unregister(fd)
+        if self._engines.pop(fd, None) is None:
+            del self._clients[fd]
         if self._serving:
             self._closed.append(sock)
         else:
             sock.close()
 
 
-class Wire:
-    """One socket. `fd` is -1 once it is closed.
+def _serve_each(
+    ready: list[tuple[int, int]], served: Mapping[int, Wire | Door]
+) -> list[tuple[int, int]]:
+    """Serve those that are ready; return the others."""
+    others: list[tuple[int, int]] = []
+    for fd, flags in ready:
+        one = served.get(fd)
+        if one is None:  # of the other kind, or closed by what was served before it
+            others.append((fd, flags))
+            continue
+        try:
+            one.serve(flags)
+        except Exception:
+            log.exception("serving a connection failed")
+            one.fail()
+    return others
 
-    `connected` is false until a byte could be written, `error` is what broke the connection.
+
+class _Loop(asyncio.SelectorEventLoop):
+    """asyncio's loop, which says when it has something to do: a turn of it costs more than an event
+    that is relayed.
     """
 
-    __slots__ = (
-        "_pump",
-        "_sock",
-        "_watched",
-        "connected",
-        "error",
-        "fd",
-        "paused",
-        "receive",
-        "unsent",
-    )
+    def __init__(self, pump: Pump) -> None:
+        self._pump = pump
+        super().__init__(pump)
 
-    def __init__(self, pump: Pump, sock: socket.socket, receive: Callable[[bytes], None]) -> None:
+    def call_soon(self, *args: Any, **kwargs: Any) -> asyncio.Handle:  # type: ignore[override]
+        self._pump.wanted = True
+        return super().call_soon(*args, **kwargs)
+
+    def call_at(self, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:  # type: ignore[override]
+        self._pump.wanted = True
+        return super().call_at(*args, **kwargs)
+
+
+class Door:
+    """A socket that listens."""
+
+    __slots__ = ("_pump", "_sock", "_take", "_watched", "fd")
+
+    def __init__(
+        self, pump: Pump, sock: socket.socket, take: Callable[[socket.socket, Any], object]
+    ) -> None:
         self._pump = pump
         self._sock = sock
-        self._watched = _IN
+        self._take = take
+        self._watched: int | None = _IN
         self.fd = sock.fileno()
-        self.receive = receive
-        self.connected = False
-        self.error: OSError | None = None
-        self.paused = False
-        self.unsent: list[memoryview] = []
 
-    def write(self, data: bytes | bytearray) -> None:
-        """Write now what the socket takes (nothing while it still connects), the rest later."""
-        self.unsent.append(memoryview(data))
-        if len(self.unsent) == 1:
-            self.flush()
+    def serve(self, flags: int) -> None:
+        """Accept who waits."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, address = self._sock.accept()
+            except OSError as error:
+                # Others, see accept(2), are of one connection that is gone already.
+                if error.errno in _EXHAUSTED:
+                    log.error("no connection can be accepted: %s", error.strerror)
+                    self._rest()
+                return
+            try:
+                sock.setblocking(False)
+                self._take(sock, address)
+            except BaseException:
+                sock.close()
+                raise
 
-    def flush(self) -> None:
-        """Write more of what is left.
+    def _rest(self) -> None:
+        """Wait for others to give something back: who waits here would keep the set awake."""
+        self._watch(None)
+        asyncio.get_running_loop().call_later(_REST_S, self._watch, _IN)
 
-        A failure is not told here: what the engine said before it broke is still to be read, and
-        after it comes the end.
-        """
-        unsent = self.unsent
-        try:
-            sent = os.write(self.fd, unsent[0][:_WRITE_BYTES])
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.error = self.error or error
-            unsent.clear()
-        else:
-            self.connected = True
-            if sent == len(unsent[0]):
-                del unsent[0]
-            else:
-                unsent[0] = unsent[0][sent:]
-        if bool(unsent) != bool(self._watched & _OUT):
-            self._watch()
-
-    def pause(self) -> None:
-        """Read no more until `resume`."""
-        self.paused = True
+    def _watch(self, wanted: int | None) -> None:
         if self.fd >= 0:
-            self._watch()
-
-    def resume(self) -> None:
-        """Read again."""
-        self.paused = False
-        if self.fd >= 0:
-            self._watch()
-
-    def _watch(self) -> None:
-        wanted = (0 if self.paused else _IN) | (_OUT if self.unsent else 0)
-        if wanted != self._watched:
             self._pump.watch(self.fd, self._watched, wanted)
             self._watched = wanted
 
-    def close(self) -> None:
-        """Close now; nothing more is received."""
-        if self.fd >= 0:
-            self._pump.remove(self, self._sock, watched=self._watched != 0)
-            self.fd = -1
-            self.unsent.clear()
-            self.receive = _ignore  # so that no circle of references is left behind
-
     def fail(self) -> None:
-        """Treat as broken off: tell of an end, and close if that did not."""
-        with contextlib.suppress(Exception):
-            if self.fd >= 0:
-                self.receive(b"")
-        self.close()
+        """Go on: what failed was one connection."""
 
-
-def _ignore(data: bytes) -> None:
-    pass
+    def close(self) -> None:
+        """Close: nobody is accepted any more."""
+        if self.fd >= 0:
+            self._pump.remove(self.fd, self._sock, watched=self._watched is not None)
+            self.fd = -1

@@ -42,7 +42,7 @@ class Reply:
 
     def __init__(self, client: ClientConnection, request: RequestHead, request_id: str) -> None:
         self._client = client
-        self._write = client.outlet.write
+        self._write = client.wire.write
         self._request = request
         self._request_id = request_id.encode()
         self._chunked = False

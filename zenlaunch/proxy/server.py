@@ -19,9 +19,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-import uvloop
 
 from zenlaunch import notify
 from zenlaunch.errors import ProxyError, ZenlaunchError
@@ -30,7 +29,7 @@ from zenlaunch.proxy.downstream import ClientConnection
 from zenlaunch.proxy.handover import Handover, Inherited, inherited
 from zenlaunch.proxy.hub import Hub
 from zenlaunch.proxy.options import ProxyOptions
-from zenlaunch.proxy.peer import watch_peer
+from zenlaunch.proxy.pump import Pump
 from zenlaunch.values import host_port
 
 log = logging.getLogger("zenlaunch.proxy")
@@ -56,10 +55,12 @@ def run(options: ProxyOptions, *, reload: Callable[[], ProxyOptions] | None = No
         if options.admin_socket is not None and admin_sock is None:
             admin_sock = _admin_socket(options.admin_socket)
         handover = Handover(sock, admin_sock)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        pump = Pump()
+        with asyncio.Runner(loop_factory=pump.event_loop) as runner:
             return runner.run(
                 _serve(
                     options,
+                    pump,
                     sock,
                     admin_sock,
                     handover,
@@ -78,6 +79,7 @@ def run(options: ProxyOptions, *, reload: Callable[[], ProxyOptions] | None = No
 
 async def _serve(
     options: ProxyOptions,
+    pump: Pump,
     sock: socket.socket,
     admin_sock: socket.socket | None,
     handover: Handover,
@@ -87,8 +89,7 @@ async def _serve(
     reload: Callable[[], ProxyOptions] | None,
 ) -> int:
     loop = asyncio.get_running_loop()
-    hub = Hub(options, loop, max_connections=max_connections)
-    watch_peer(sock)
+    hub = Hub(options, loop, pump, max_connections=max_connections)
     admin = Admin(hub)
     stopping: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -103,17 +104,9 @@ async def _serve(
         if name in hub.upstreams:
             hub.balancer.drain(name)
     await _know_upstreams(hub)
-    servers = [
-        await loop.create_server(
-            lambda: ClientConnection(hub, admin, private=False), sock=sock, backlog=_BACKLOG
-        )
-    ]
+    door = pump.listen(sock, partial(ClientConnection, hub, admin, private=False))
     if admin_sock is not None:
-        servers.append(
-            await loop.create_unix_server(
-                lambda: ClientConnection(hub, admin, private=True), sock=admin_sock
-            )
-        )
+        pump.listen(admin_sock, partial(ClientConnection, hub, admin, private=True))
     # What is there now stays; cycles are rare here, and a full collection would stall every stream.
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
@@ -125,16 +118,13 @@ async def _serve(
         signum = await stopping.get()
         log.info("%s: no new connections, %d answers to finish", signum.name, len(hub.exchanges))
         hub.draining = True
-        servers[0].close()
-        sock.close()
+        door.close()
         # Who was accepted a moment ago has not been heard yet; closing now would refuse it.
         await asyncio.sleep(_HEARING_S)
         for client in list(hub.clients):
             client.close_when_idle()
         whole = await _finish(hub, stopping)
     finally:
-        for server in servers:
-            server.close()
         await hub.stop()
     return 0 if whole else 128 + signum
 
@@ -166,7 +156,7 @@ async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
     while hub.clients and loop.time() < flushed_by:
         await asyncio.sleep(0.02)
     for client in list(hub.clients):
-        client.transport.abort()
+        client.wire.close()
     return whole
 
 

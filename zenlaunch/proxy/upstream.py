@@ -12,24 +12,24 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from zenlaunch.proxy.address import UpstreamAddress
-from zenlaunch.proxy.chunks import ChunkDecoder, are_whole_events
+from zenlaunch.proxy.attempt import Receive
+from zenlaunch.proxy.chunks import ChunkDecoder
 from zenlaunch.proxy.http1 import (
     MAX_HEAD_BYTES,
     BadMessage,
     ResponseHead,
     parse_response_head,
 )
-from zenlaunch.proxy.pump import Pump, Way, Wire
+from zenlaunch.proxy.pump import Pump, Way
 from zenlaunch.proxy.retry import Fault, fault_of_reset
-
-Relay = Callable[[bytes], None]
+from zenlaunch.proxy.wire import Wire
 
 # An engine that says more than it announced shows it at once: what follows an answer on the same
-# connection must not be taken for the next request's.
+# connection must not be taken for the next request's. So long must it have been silent when all
+# sockets were looked at last.
 _SETTLE_S = 0.001
 
 # What a connection awaits. Plain numbers: looking up a member of an enum costs more than comparing.
@@ -53,8 +53,11 @@ class Receiver(Protocol):
     def on_broken(self, connection: UpstreamConnection, fault: Fault) -> None:
         """Take note that the response will never be whole."""
 
-    def relay(self) -> Relay | None:
-        """Return what takes whole chunks of whole events as they are, when that is possible."""
+    def relay(self, otherwise: Receive) -> Receive | None:
+        """Return what takes the bytes that come next, when whole chunks may go on as they are.
+
+        `otherwise` is given those that may not.
+        """
 
 
 class UpstreamConnection:
@@ -68,7 +71,6 @@ class UpstreamConnection:
         "_head",
         "_left",
         "_receiver",
-        "_relay",
         "idle_since",
         "sent_at",
         "single",
@@ -81,7 +83,6 @@ class UpstreamConnection:
         self.upstream = upstream
         self.wire: Wire = pump.connect(way, self.receive)
         self._receiver: Receiver | None = None
-        self._relay: Relay | None = None
         self._await = _NOTHING
         self._buffer = b""
         self._head: ResponseHead | None = None
@@ -111,7 +112,6 @@ class UpstreamConnection:
         if self._receiver is not receiver:
             return
         self._receiver = None
-        self._relay = None
         self._await = _NOTHING
         self.close()
 
@@ -132,15 +132,6 @@ class UpstreamConnection:
 
     def receive(self, data: bytes) -> None:
         """Take what has come; b"" is the end of the connection."""
-        relay = self._relay
-        if (
-            relay is not None
-            and are_whole_events(data)
-            and data.find(b'"error"') < 0  # `in` takes half as long again
-            and data.find(b"[DONE]") < 0
-        ):
-            relay(data)
-            return
         if not data:
             self._ended()
             return
@@ -157,10 +148,9 @@ class UpstreamConnection:
         except BadMessage:
             self._break(Fault.GARBAGE)
             return
-        if self._receiver is receiver and self._decoder is not None and self._decoder.at_boundary:
-            self._relay = receiver.relay()
-        else:
-            self._relay = None
+        if self._receiver is receiver and self._decoder is not None:
+            short = receiver.relay(self.receive) if self._decoder.at_boundary else None
+            self.wire.receive = short or self.receive
 
     def _take_head(self, receiver: Receiver, data: bytes) -> bytes:
         """Pass the head on, interim ones left out; return the bytes of the body."""
@@ -224,7 +214,7 @@ class UpstreamConnection:
             and not self.single
             and not tail
             and self._await != _CLOSE
-            and not self.wire.unsent
+            and not self.wire.unsent_bytes
         )
         self._reset()
         if self.wire.paused:  # by the very bytes that ended the response
@@ -237,7 +227,7 @@ class UpstreamConnection:
 
     def _reset(self) -> None:
         self._receiver = None
-        self._relay = None
+        self.wire.receive = self.receive
         self._head = None
         self._decoder = None
         self._await = _NOTHING
@@ -311,13 +301,20 @@ class Upstream:
         return connection
 
     def take(self, now: float) -> UpstreamConnection | None:
-        """Return the idle connection used last, if one is fresh enough."""
-        self._settle(now)
-        while self.idle:
-            connection, _ = self.idle.popitem()
-            if now - connection.idle_since < self.pool_idle_s and connection.is_silent():
-                return connection
-            connection.close()
+        """Return the idle connection used last, if one is fresh enough and has been silent.
+
+        What has come since its last answer has closed it, if that was long enough before all
+        sockets were looked at; when there is no such connection, it costs a look of its own.
+        """
+        for seen in (self._pump.seen, now):
+            self._settle(seen)
+            while self.idle:
+                connection, _ = self.idle.popitem()
+                if now - connection.idle_since < self.pool_idle_s and (
+                    seen < now or connection.is_silent()
+                ):
+                    return connection
+                connection.close()
         return None
 
     def put(self, connection: UpstreamConnection, now: float) -> None:
@@ -328,9 +325,9 @@ class Upstream:
         connection.idle_since = now
         self._settling.append(connection)
 
-    def _settle(self, now: float) -> None:
+    def _settle(self, seen: float) -> None:
         settling = self._settling
-        while settling and now - settling[0].idle_since >= _SETTLE_S:
+        while settling and seen - settling[0].idle_since >= _SETTLE_S:
             connection = settling.popleft()
             if connection.wire.fd >= 0:
                 self.idle[connection] = None
