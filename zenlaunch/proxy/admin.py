@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zenlaunch.proxy.answers import Answer, error_body
+from zenlaunch.proxy.aside import aside
 from zenlaunch.proxy.fetch import fetch
 from zenlaunch.proxy.http1 import RequestHead, ResponseHead, field
 from zenlaunch.proxy.hub import Hub
@@ -201,7 +203,7 @@ class Admin:
         aggregate.add(None, _text_of(hub.options.metrics_file))
         for name, _, body in answers:
             # A large exposition must not hold up the streams: in a thread, and one at a time.
-            await asyncio.to_thread(aggregate.add, name, body.decode("utf-8", "replace"))
+            await aside(partial(aggregate.add, name, body.decode("utf-8", "replace")))
         return Answer(status=200, body=aggregate.text().encode(), content_type=CONTENT_TYPE)
 
 

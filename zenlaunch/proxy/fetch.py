@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from functools import partial
 
+from zenlaunch.proxy.aside import aside
 from zenlaunch.proxy.attempt import Receive
 from zenlaunch.proxy.http1 import ResponseHead
 from zenlaunch.proxy.pump import Way
@@ -97,7 +99,6 @@ async def fetch(
 
 async def _ways(upstream: Upstream) -> list[Way]:
     """Return the addresses to try, in the resolver's order; raises OSError."""
-    loop = asyncio.get_running_loop()
     host, port = upstream.address.host, upstream.address.port
     try:
         # An address needs no resolver, and so no thread.
@@ -105,5 +106,5 @@ async def _ways(upstream: Upstream) -> list[Way]:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         )
     except socket.gaierror:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await aside(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
     return [(family, address) for family, _, _, _, address in found]

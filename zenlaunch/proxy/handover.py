@@ -8,7 +8,6 @@ MAINPID=).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -17,8 +16,10 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from zenlaunch import notify
+from zenlaunch.proxy.aside import aside
 
 log = logging.getLogger("zenlaunch.proxy")
 
@@ -83,9 +84,9 @@ class Handover:
                 shell = self._start(word_w, drained)
             finally:
                 os.close(word_w)
-            await asyncio.to_thread(os.waitpid, shell, 0)
+            await aside(partial(os.waitpid, shell, 0))
             log.info("a successor has been started")
-            word = await asyncio.to_thread(os.read, word_r, 20)
+            word = await aside(partial(os.read, word_r, 20))
         except OSError as error:
             log.error("no successor: %s; this proxy goes on", error.strerror)
             return

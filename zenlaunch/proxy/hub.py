@@ -14,10 +14,12 @@ import os
 import time
 from collections import deque
 from email.utils import formatdate
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zenlaunch.checks import metric
 from zenlaunch.proxy.accesslog import AccessLog
+from zenlaunch.proxy.aside import aside
 from zenlaunch.proxy.balancer import Balancer
 from zenlaunch.proxy.fetch import fetch
 from zenlaunch.proxy.metrics import Stats
@@ -95,10 +97,7 @@ class Hub:
         )
         self.spawn(self._sweep(max(0.02, min(0.5, shortest_s / 10))))
         # Imported before anybody asks: at the first scrape it would hold up every stream.
-        self.spawn(self._import_later("prometheus_client"))
-
-    async def _import_later(self, module: str) -> None:
-        await asyncio.to_thread(importlib.import_module, module)
+        self.spawn(aside(partial(importlib.import_module, "prometheus_client")))
 
     def load_secrets(self) -> None:
         """Read keys and the upstream key again; raises `ProxyError` and then changes nothing."""
