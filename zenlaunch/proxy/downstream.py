@@ -231,7 +231,7 @@ class ClientConnection:
                 self.wire.close()
             return
         if at == _HEAD and not self._buffer:
-            self._deadline = self._hub.now() + self._hub.options.head_timeout_s
+            self._deadline = self._hub.wires.now + self._hub.options.head_timeout_s
         self._buffer = self._buffer + data if self._buffer else data
         if len(self._buffer) > self._hub.options.max_pipelined_bytes + _READ_BYTES:
             self.wire.close()
@@ -369,7 +369,7 @@ class ClientConnection:
             self.wire.finish()
         else:
             self._at = _HEAD
-            now = self._hub.now()
+            now = self._hub.wires.now
             wait_s = self._hub.options.head_timeout_s if self._buffer else 0.0
             self._deadline = now + (wait_s or self._hub.options.keep_alive_s)
             if self._buffer and not self._advancing:

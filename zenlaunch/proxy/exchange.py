@@ -73,7 +73,7 @@ class Exchange:
         self.method = request.head.method
         self._reply = Reply(client, request.head, request.id)
         self._upstream = ""
-        self._started = hub.now()
+        self._started = hub.wires.now
         self._history: History = FIRST
         self._lease: Lease | None = None
         self._counters: Counters | None = None
@@ -128,7 +128,7 @@ class Exchange:
         return True
 
     def _take(self) -> None:
-        choice = self._hub.balancer.acquire(self._hub.now(), exclude=self._history.tried)
+        choice = self._hub.balancer.acquire(self._hub.wires.now, exclude=self._history.tried)
         if choice.lease is not None:
             self._go(choice.lease)
         elif choice.verdict is Verdict.BUSY:
@@ -152,7 +152,7 @@ class Exchange:
         if upstream is None:  # removed by a reload between choosing and sending
             self._failed(Fault.UNREACHABLE)
             return
-        now = hub.now()
+        now = hub.wires.now
         connection = None if fresh else upstream.take(now)
         if connection is None:
             try:
@@ -210,7 +210,7 @@ class Exchange:
 
     def on_body(self, connection: UpstreamConnection, payload: bytes) -> None:
         assert self._attempt is not None
-        ready = self._attempt.take(payload, self._hub.now())
+        ready = self._attempt.take(payload, self._hub.wires.now)
         if ready:
             self._forward(self._attempt, ready)
 
@@ -441,7 +441,7 @@ class Exchange:
         lease, self._lease = self._lease, None
         if lease is not None:
             hub = self._hub
-            if hub.balancer.release(lease, outcome, hub.now(), retry_after_s=retry_after_s):
+            if hub.balancer.release(lease, outcome, hub.wires.now, retry_after_s=retry_after_s):
                 log.warning("upstream %s is ejected: it failed again and again", lease.upstream)
             if hub.waiting:
                 hub.pump_soon()
@@ -460,7 +460,8 @@ class Exchange:
             return
         self._ended = True
         hub, attempt = self._hub, self._attempt
-        self.settle()
+        if attempt is not None and attempt.short_bytes:
+            attempt.settle()
         if self._connection is not None:
             self._connection.cancel(self)
             self._connection = None
@@ -479,7 +480,7 @@ class Exchange:
         hub.exchanges.discard(self)
         self._request.drop()
         if hub.log.enabled:
-            now = hub.now()
+            now = hub.wires.now
             hub.log.add(
                 at_s=hub.epoch_s + self._started,
                 client=self._client.peer,

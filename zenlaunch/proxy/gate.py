@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zenlaunch.proxy.http1 import RequestHead
 from zenlaunch.proxy.routes import Action, Resolution
-from zenlaunch.proxy.trust import KeyRing, presented_key
+from zenlaunch.proxy.trust import KeyRing
 
 _PROXY, _ADMIN = Action.PROXY, Action.ADMIN
 
@@ -80,14 +80,13 @@ def examine(
     if private or head.method == "OPTIONS":  # a CORS preflight carries no key
         pass
     elif action is _ADMIN:
-        name = admin_keys.name_of(presented_key(head)) if len(admin_keys) else None
+        name = admin_keys.name_of(head.key) if len(admin_keys) else None
         if name is None:
             return ADMIN_ONLY, None
     elif route.guarded and len(keys):
-        key = presented_key(head)
-        name = keys.name_of(key)
+        name = keys.name_of(head.key)
         if name is None:
-            return (WRONG_KEY if key else NO_KEY), None
+            return (WRONG_KEY if head.key else NO_KEY), None
     if b"websocket" in head.upgrade or (action is not _PROXY and action is Action.WEBSOCKET):
         return NO_WEBSOCKET, name
     return None, name

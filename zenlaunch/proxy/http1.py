@@ -112,6 +112,7 @@ class RequestHead(NamedTuple):
     one_hop: frozenset[bytes]
     up: bytes  # the lines that travel on
     up_keyless: bytes  # the same without the client's API key
+    key: bytes  # that key, empty if there is none
     request_id: str  # the client's own, empty if it gave none that is fit to be passed on
 
 
@@ -220,8 +221,18 @@ def _parse_request(head: bytes) -> RequestHead:
         one_hop,
         b"".join([one[2] for one in travelling]),
         b"".join([one[2] for one in travelling if one[0] not in KEY_FIELDS]),
+        _key(fields),
         _request_id(fields),
     )
+
+
+def _key(fields: Fields) -> bytes:
+    """Return the key of `Authorization: Bearer` (OpenAI) or `x-api-key` (Anthropic)."""
+    value = field(fields, b"authorization")
+    if value is not None:
+        scheme, _, key = value.partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    return field(fields, b"x-api-key") or b""
 
 
 def _request_id(fields: Fields) -> str:

@@ -46,15 +46,6 @@ class KeyRing:
         return found
 
 
-def presented_key(head: RequestHead) -> bytes:
-    """Return the key of a request: `Authorization: Bearer` (OpenAI) or `x-api-key` (Anthropic)."""
-    value = field(head.fields, b"authorization")
-    if value is not None:
-        scheme, _, key = value.partition(b" ")
-        return key.strip() if scheme.lower() == b"bearer" else b""
-    return field(head.fields, b"x-api-key") or b""
-
-
 def parse_keys(text: str, *, source: str) -> tuple[tuple[str, str], ...]:
     """Read `name: key` or bare keys, one a line or with commas between; `#` begins a comment.
 
