@@ -6,7 +6,9 @@ Two stand-in engines and the load share CPU 0, the proxy has CPU 1 for itself, s
 the proxy's own: CPU time of its whole process tree (from schedstat) for each relayed event and for
 each small request. `direct` is the load without any proxy, what the latencies are compared with.
 zenlaunch runs with API keys, metrics and its access log on, nginx with its access log. Proxies that
-are not installed are left out and named. Prints a Markdown table of the medians of the rounds.
+are not installed are left out and named. Prints a Markdown table of the medians of the rounds, and
+how many times as much CPU zenlaunch takes as each other: the median over the rounds and, since the
+speed of a machine changes within a run, the smallest and largest. Each round begins with another.
 """
 
 from __future__ import annotations
@@ -394,7 +396,8 @@ def main() -> None:
                 wait_for(port)
             found: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
             for at in range(args.rounds):
-                for name, make in makers.items():
+                turn = at % len(makers)
+                for name, make in [*makers.items()][turn:] + [*makers.items()][:turn]:
                     found[name].append(run_one(make, ports))
                     print(f"round {at + 1}: {name} {found[name][-1]}", file=sys.stderr)
         finally:
@@ -423,6 +426,16 @@ def main() -> None:
         if name == "direct":
             cells[columns.index("us/event")] = cells[columns.index("us/request")] = "-"
         print(f"| {name} | " + " | ".join(cells) + " |")
+    for name in found:
+        if name in ("direct", "zenlaunch") or "zenlaunch" not in found:
+            continue
+        for column in ("us/event", "us/request"):
+            pairs = zip(found["zenlaunch"], found[name], strict=True)
+            times = [ours[column] / theirs[column] for ours, theirs in pairs]
+            print(
+                f"{column}: {statistics.median(times):.2f} times {name} "
+                f"({min(times):.2f} to {max(times):.2f})"
+            )
 
 
 if __name__ == "__main__":

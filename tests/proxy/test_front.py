@@ -680,6 +680,29 @@ def test_a_socket_that_listens_already(tmp_path: Path) -> None:
             process.stderr.close()
 
 
+def test_a_socket_in_the_file_system_that_listens_already(tmp_path: Path) -> None:
+    """As systemd passes one for `ListenStream=/path`."""
+    file, path = tmp_path / "fd.json", tmp_path / "door"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        file.write_text(json.dumps({"upstreams": [], "listen_fd": sock.fileno()}))
+        argv = [sys.executable, str(HERE / "launcher.py"), str(file)]
+        with subprocess.Popen(argv, pass_fds=(sock.fileno(),), stderr=subprocess.PIPE) as process:
+            try:
+                for name in ("", str(tmp_path / "client")):
+                    with socket.socket(socket.AF_UNIX) as client:
+                        if name:
+                            client.bind(name)
+                        client.settimeout(5)
+                        client.connect(str(path))
+                        client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+                        assert client.recv(1000).startswith(b"HTTP/1.1 503 ")
+            finally:
+                process.terminate()
+                assert process.wait(5) == 0
+
+
 def test_metrics_of_all_instances(shared: Pair) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import pytest
 
@@ -190,6 +191,35 @@ def test_one_that_fails_does_not_stop_the_others(caplog: pytest.LogCaptureFixtur
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_an_owner_that_fails_at_the_end_too_ends_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run(pump: Pump, server: socket.socket) -> None:
+        def fail(data: bytes = b"") -> None:
+            raise ZeroDivisionError
+
+        ear = Ear()
+        pairs = [socket.socketpair() for _ in range(3)]
+        for mine, _ in pairs:
+            mine.setblocking(False)
+        bad = pump.adopt(pairs[0][0], fail, lost=fail)
+        good = pump.adopt(pairs[1][0], ear)
+        last = pump.adopt(pairs[2][0], Ear(), lost=fail)
+        pairs[0][1].sendall(b"x")
+        pairs[1][1].sendall(b"x")
+        await soon(lambda: ear.heard)
+        assert bad.fd < 0
+        assert good.fd >= 0
+        pump.hang_up()
+        assert last.fd < 0
+        assert good.fd < 0
+        for _, peer in pairs:
+            peer.close()
+
+    on_a_pump(run)
+    assert "cleaning up after a connection failed" in caplog.text
+
+
 def test_a_name_is_resolved_by_the_probe_and_the_way_kept() -> None:
     """An engine on 127.0.0.1 called localhost, which may mean ::1 first."""
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -247,6 +277,29 @@ def test_a_connection_settles_before_it_is_used_again() -> None:
         assert connections[1].wire.fd >= 0
         upstream.close_idle(15.0)
         assert upstream.connections == 0
+        for peer in peers:
+            peer.close()
+
+    on_a_pump(run)
+
+
+def test_a_connection_that_was_only_counted_as_old_is_looked_at() -> None:
+    """A look of its own at one says nothing of the others; nor does the sweep that ages them."""
+
+    async def run(pump: Pump, server: socket.socket) -> None:
+        address = UpstreamAddress(name="a", host="127.0.0.1", port=1)
+        upstream = Upstream(address, pump, pool_idle_s=4)
+        connections = [upstream.connect(to(server)) for _ in range(3)]
+        peers = [server.accept()[0] for _ in connections]
+        pump.seen = 10.0
+        for connection in connections:
+            upstream.put(connection, 10.5)
+        assert upstream.take(11.0) is connections[2]
+        upstream.close_idle(11.0)
+        for peer in peers:
+            peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        assert upstream.take(11.0001) is None
+        connections[2].close()
         for peer in peers:
             peer.close()
 
@@ -443,3 +496,13 @@ def test_an_engine_that_dies_in_the_middle_is_told_to_every_stream(
         texts = [e["choices"][0]["text"] for e in response.events[:-1]]
         assert texts == [f" t{at}" for at in range(len(texts))]
     until(door.idle)
+
+
+def test_what_runs_aside_leaves_no_thread_behind(
+    proxy: Callable[..., Proxy], engines: Callable[..., list[Engine]]
+) -> None:
+    """A second thread, even asleep, makes each system call of the first dearer."""
+    door = proxy(engines(2))
+    assert door.request("GET", "/metrics").status == 200
+    tasks = Path(f"/proc/{door.process.pid}/task")
+    until(lambda: len(list(tasks.iterdir())) == 1)

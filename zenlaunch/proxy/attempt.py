@@ -45,6 +45,7 @@ class Attempt:
     __slots__ = (
         "_client",
         "_clock",
+        "_counters",
         "_early",
         "_held",
         "_held_bytes",
@@ -53,7 +54,6 @@ class Attempt:
         "_settled_at",
         "_settled_bytes",
         "_started",
-        "counters",
         "first_byte_s",
         "head",
         "last_byte",
@@ -62,7 +62,7 @@ class Attempt:
     )
 
     def __init__(self, counters: Counters, *, started: float, hold_bytes: int) -> None:
-        self.counters = counters
+        self._counters = counters
         self._started = started
         self._hold_bytes = hold_bytes
         self._held: list[bytes] | None = None
@@ -101,7 +101,7 @@ class Attempt:
 
     def take(self, payload: bytes, now: float) -> bytes:
         """Take body bytes; return what may go on now."""
-        counters, tracker = self.counters, self.tracker
+        counters, tracker = self._counters, self.tracker
         counters.bytes_received += len(payload)
         if self.first_byte_s is None:
             self.first_byte_s = now - self._started
@@ -152,7 +152,7 @@ class Attempt:
                 self._otherwise(data)
                 return
         now = self._clock.now
-        counters = self.counters
+        counters = self._counters
         counters.events += events
         counters.gaps.counts[bisect_left(SECONDS, now - self.last_byte)] += 1
         self.last_byte = now
@@ -167,7 +167,7 @@ class Attempt:
 
     def settle(self) -> None:
         """Add to the counters what the short way has put off: bytes, and the sum of gaps."""
-        counters = self.counters
+        counters = self._counters
         counters.bytes_received += self.short_bytes - self._settled_bytes
         counters.gaps.sum_s += self.last_byte - self._settled_at
         self._settled_bytes = self.short_bytes
@@ -192,7 +192,7 @@ class Attempt:
         status = engine_status or self.head.status
         if status >= 500 or status in (408, 429):
             kind = "engine-error" if engine_status else f"status-{status}"
-            bump(self.counters.errors, kind)
+            bump(self._counters.errors, kind)
             return Outcome.FAILURE
         return _SUCCESS if status < 400 else Outcome.NEUTRAL
 

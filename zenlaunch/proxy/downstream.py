@@ -38,7 +38,7 @@ log = logging.getLogger("zenlaunch.proxy")
 
 _LINGER_S = 5.0
 _FLUSH_S = 5.0
-_READ_BYTES = 2**20  # more than one read of a wire brings
+_SLACK_BYTES = 2**20  # more than one read of a wire brings
 _WORK_AT_ONCE = 64
 _SLICE_BYTES = 16_384
 
@@ -86,7 +86,8 @@ class ClientConnection:
         self._yielded = False
         self._deadline = hub.now() + hub.options.head_timeout_s
         self._forwarded: tuple[bytes, bytes] | None = None
-        self.peer = "local" if private else str(address[0])
+        # A socket in the file system has no such address, whichever door it is.
+        self.peer = str(address[0]) if isinstance(address, tuple) else "local"
         self.trusted = not private and hub.peers.trusts(self.peer)
         self.wire: Wire = hub.wires.adopt(sock, self.receive, filled=self._filled, lost=self._lost)
         if len(hub.clients) >= hub.max_connections and not private:
@@ -175,15 +176,19 @@ class ClientConnection:
             self._exchange.cut()
         elif self.busy and self._own is None:
             self._refuse(503, "shutdown", SHUTDOWN, extra=b"retry-after: 1\r\n")
-        else:
+        elif self._at != _RESETS:
             self._close()
 
-    def _close(self) -> None:
+    def abandon(self) -> None:
+        """Close now; an answer that was not whole does not end as if it were."""
         if self._at == _RESETS:
             self.wire.reset()
         else:
-            self._at = _CLOSED
-            self.wire.finish()
+            self.wire.close()
+
+    def _close(self) -> None:
+        self._at = _CLOSED
+        self.wire.finish()
 
     def check(self, now: float) -> None:
         """Look at the deadlines: idle, slow head, slow body, a client that does not read."""
@@ -197,7 +202,7 @@ class ClientConnection:
         elif stands_s is not None:
             if stands_s >= self._hub.options.client_stall_s:
                 self.wire.close()
-        elif at in (_CLOSED, _LINGERS):
+        elif at == _LINGERS:
             if now >= self._deadline:
                 self.wire.close()
         elif at == _HEAD:
@@ -228,12 +233,12 @@ class ClientConnection:
             # A pipelined request: kept for its turn, within bounds.
             self._buffer += data
             if len(self._buffer) > self._hub.options.max_pipelined_bytes:
-                self.wire.close()
+                self.wire.reset()
             return
         if at == _HEAD and not self._buffer:
             self._deadline = self._hub.wires.now + self._hub.options.head_timeout_s
         self._buffer = self._buffer + data if self._buffer else data
-        if len(self._buffer) > self._hub.options.max_pipelined_bytes + _READ_BYTES:
+        if len(self._buffer) > self._hub.options.max_pipelined_bytes + _SLACK_BYTES:
             self.wire.close()
             return
         self._advance()
@@ -364,9 +369,7 @@ class ClientConnection:
             self._deadline = now + _FLUSH_S
             self.check(now)
         elif not keep or (self._finished_reading and not self._buffer):
-            self._at = _CLOSED
-            self._deadline = self._hub.now() + _LINGER_S
-            self.wire.finish()
+            self._close()
         else:
             self._at = _HEAD
             now = self._hub.wires.now

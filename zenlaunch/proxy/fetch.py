@@ -10,6 +10,7 @@ import asyncio
 import socket
 import time
 from functools import partial
+from typing import Any
 
 from zenlaunch.proxy.aside import aside
 from zenlaunch.proxy.attempt import Receive
@@ -106,5 +107,16 @@ async def _ways(upstream: Upstream) -> list[Way]:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         )
     except socket.gaierror:
-        found = await aside(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+        # One thread at a time: a resolver that is silent outlasts many probes.
+        if upstream.resolving is None or upstream.resolving.done():
+            ask = aside(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+            upstream.resolving = asyncio.create_task(ask)
+            upstream.resolving.add_done_callback(_heard)
+        found = await asyncio.shield(upstream.resolving)
     return [(family, address) for family, _, _, _, address in found]
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Take note of how a task ended, in case that nobody waits for it any more."""
+    if not task.cancelled():
+        task.exception()

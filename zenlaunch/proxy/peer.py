@@ -1,6 +1,6 @@
 """What the kernel knows about a connection and does for it: keep-alive, resets, queues.
 
-Linux' own: see tcp(7) and tcp(7)'s TCP_INFO, tty_ioctl(2) for TIOCOUTQ.
+Linux' own: see tcp(7), socket(7) for SO_LINGER, tty_ioctl(2) for TIOCOUTQ.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ log = logging.getLogger("zenlaunch.proxy")
 
 _IN = select.EPOLLIN
 _BACKLOG = 4096
-_AT_ONCE = 128  # connections served before asyncio gets its turn
+_AT_ONCE = 128  # served between two looks at the clock
 _ACCEPTED_AT_ONCE = 64
 _REST_S = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -61,7 +61,7 @@ class Pump(selectors.EpollSelector):
     def hang_up(self) -> None:
         """Close every wire and every door."""
         for one in [*self._engines.values(), *self._clients.values()]:
-            one.close()
+            _end(one.close)
 
     def close(self) -> None:
         """Hang up, and close the sets: asyncio does at its end."""
@@ -200,8 +200,16 @@ def _serve_each(
             one.serve(flags)
         except Exception:
             log.exception("serving a connection failed")
-            one.fail()
+            _end(one.fail)
     return others
+
+
+def _end(way: Callable[[], None]) -> None:
+    """End a connection; whatever its owner does wrong then must not end all others."""
+    try:
+        way()
+    except Exception:
+        log.exception("cleaning up after a connection failed")
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -233,7 +241,7 @@ class Door:
         self._pump = pump
         self._sock = sock
         self._take = take
-        self._watched: int | None = _IN
+        self._watched = _IN
         self.fd = sock.fileno()
 
     def serve(self, flags: int) -> None:
@@ -255,11 +263,14 @@ class Door:
                 raise
 
     def _rest(self) -> None:
-        """Wait for others to give something back: who waits here would keep the set awake."""
-        self._watch(None)
+        """Wait for others to give something back: who waits here would keep the set awake.
+
+        Still registered: to be so again might fail for want of memory too.
+        """
+        self._watch(0)
         asyncio.get_running_loop().call_later(_REST_S, self._watch, _IN)
 
-    def _watch(self, wanted: int | None) -> None:
+    def _watch(self, wanted: int) -> None:
         if self.fd >= 0:
             self._pump.watch(self.fd, self._watched, wanted)
             self._watched = wanted
@@ -270,5 +281,5 @@ class Door:
     def close(self) -> None:
         """Close: nobody is accepted any more."""
         if self.fd >= 0:
-            self._pump.remove(self.fd, self._sock, watched=self._watched is not None)
+            self._pump.remove(self.fd, self._sock, watched=True)
             self.fd = -1

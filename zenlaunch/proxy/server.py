@@ -156,7 +156,7 @@ async def _finish(hub: Hub, stopping: asyncio.Queue[signal.Signals]) -> bool:
     while hub.clients and loop.time() < flushed_by:
         await asyncio.sleep(0.02)
     for client in list(hub.clients):
-        client.wire.close()
+        client.abandon()
     return whole
 
 

@@ -8,11 +8,12 @@ close the connection.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import select
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from zenlaunch.proxy.address import UpstreamAddress
 from zenlaunch.proxy.attempt import Receive
@@ -272,6 +273,7 @@ class Upstream:
         "idle",
         "name",
         "pool_idle_s",
+        "resolving",
         "retired",
         "way",
     )
@@ -284,6 +286,7 @@ class Upstream:
         self.idle: dict[UpstreamConnection, None] = {}  # the one used last is last
         self.connections = 0
         self.way: Way | None = None
+        self.resolving: asyncio.Task[list[Any]] | None = None
         self.retired = False
         self._pump = pump
         self._settling: deque[UpstreamConnection] = deque()
@@ -304,14 +307,15 @@ class Upstream:
         """Return the idle connection used last, if one is fresh enough and has been silent.
 
         What has come since its last answer has closed it, if that was long enough before all
-        sockets were looked at; when there is no such connection, it costs a look of its own.
+        sockets were looked at; else it costs a look of its own.
         """
-        for seen in (self._pump.seen, now):
-            self._settle(seen)
+        seen = self._pump.seen
+        for until in (seen, now):
+            self._settle(until)
             while self.idle:
                 connection, _ = self.idle.popitem()
                 if now - connection.idle_since < self.pool_idle_s and (
-                    seen < now or connection.is_silent()
+                    seen - connection.idle_since >= _SETTLE_S or connection.is_silent()
                 ):
                     return connection
                 connection.close()

@@ -41,7 +41,7 @@ class Wire:
     After an end the wire can still be written to; should it break then, b"" is told again.
     `filled` is called when `full` changes: whether so much waits to be sent that no more should
     come. `lost` is called once, when the wire has been closed, by whomever.
-    `connected` is false until a byte could be written.
+    `connected` is false for one that still connects: until a byte could be written.
     """
 
     __slots__ = (
@@ -103,7 +103,7 @@ class Wire:
             if self._unsent and flags & _OUT:
                 self._flush()
             if self.quiet and flags & _BROKEN and not self.paused:
-                self._break(OSError("the peer has reset the connection"))
+                self._break(OSError("the connection is closed"))
             if self.quiet or flags == _OUT:
                 return
         try:
@@ -283,4 +283,4 @@ class Wire:
         """Treat as broken off: tell of an end, and close if that did not."""
         with contextlib.suppress(Exception):
             self.receive(b"")
-        self.close()
+        self.reset()
