@@ -117,11 +117,19 @@ class ClientConnection:
         self._finished_reading = True
         if self._at == _RESETS:
             return
+        answers = self._hub.options.half_close is HalfClose.ANSWER
         if self._at == _ANSWER:
             # What the proxy answers itself costs nothing: it is answered in any case.
-            if self._own is not None or self._hub.options.half_close is HalfClose.ANSWER:
+            if self._own is not None or answers:
                 return
+            exchange = self._exchange
+            reset = exchange is not None and exchange.would_look_whole
             self._leave()
+            if reset:  # it may still read, and must not take what it got for all
+                self.exchange_done(keep=False, reset=True)
+                return
+        elif answers and self._at < _ANSWER and self._buffer and self.wire.full:
+            return  # asked already, and looked at when there is room for the answers
         self._close()
 
     def _leave(self) -> None:
@@ -263,6 +271,9 @@ class ClientConnection:
                     self.wire.pause()
                     self._hub.loop.call_soon(self._go_on)
                     break
+            waits = self._yielded or (self._buffer and self.wire.full)
+            if self._finished_reading and self._at < _ANSWER and not waits:
+                self._close()  # nothing more comes that could be answered
         except BadMessage as problem:
             self._refuse(problem.status, "bad_request", problem.message)
         finally:

@@ -95,6 +95,11 @@ class Exchange:
         """The instances that this request is not sent to any more."""
         return self._history.tried
 
+    @property
+    def would_look_whole(self) -> bool:
+        """Whether what the client has got would pass for all of it if the connection just ended."""
+        return self._reply.head_sent and not self._reply.shows_a_break
+
     # -- choosing and sending
 
     def start(self) -> None:

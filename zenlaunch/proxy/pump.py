@@ -38,9 +38,9 @@ Way = tuple[int, Any]  # an address family and an address of it, as getaddrinfo(
 class Pump(selectors.EpollSelector):
     """The set of all wires and doors; what asyncio registers is in a set of its own within it.
 
-    `now` is when the set was looked at last, `seen` when everything was served that was ready then
-    on the engines' side; both as `time.monotonic`, in seconds. `wanted` is set when asyncio has
-    something to do.
+    `now` is when the set was looked at last. `seen` is a moment before that: all that had come by
+    then on the engines' side has been served. Both as `time.monotonic`, in seconds. `wanted` is set
+    when asyncio has something to do.
     """
 
     def __init__(self) -> None:
@@ -131,27 +131,30 @@ class Pump(selectors.EpollSelector):
         `timeout` is in seconds; None waits for as long as it takes.
         """
         self.wanted = False
-        until = None if timeout is None else monotonic() + timeout
+        before = monotonic()
+        until = None if timeout is None else before + timeout
         while True:
             ready = self._epoll.poll(timeout, _AT_ONCE)
             self.now = now = monotonic()
-            if self._serve(ready):
+            if self._serve(ready, before):
                 return super().select(0)
+            before = monotonic()
             if self.wanted or not ready or (until is not None and now >= until):
                 return []
             if until is not None:
-                timeout = until - now
+                timeout = max(0.0, until - before)
 
-    def _serve(self, ready: list[tuple[int, int]]) -> bool:
+    def _serve(self, ready: list[tuple[int, int]], before: float) -> bool:
         """Serve what is ready; return whether something of asyncio's is too.
 
         The engines' side first. Their tokens are waited for, what they say unasked is known before
         their connections are used again, and a processor that does one thing at a time is quicker.
+        `before` the set was looked at: when that was over may be told late, and more have come.
         """
         self._serving = True
         rest = _serve_each(ready, self._engines)
         if len(ready) < _AT_ONCE:
-            self.seen = self.now
+            self.seen = before
         rest = _serve_each(rest, self._clients)
         self._serving = False
         while self._closed:

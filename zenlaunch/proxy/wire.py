@@ -280,7 +280,8 @@ class Wire:
         lost()
 
     def fail(self) -> None:
-        """Treat as broken off: tell of an end, and close if that did not."""
+        """Treat as broken off, which is no end: tell so, and reset if that did not close."""
+        self.error = self.error or OSError("the proxy has failed")
         with contextlib.suppress(Exception):
             self.receive(b"")
         self.reset()
