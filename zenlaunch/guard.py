@@ -182,10 +182,16 @@ def _status_set(status: Path, key: str) -> CpuSet:
     return EMPTY
 
 
+def _unit_group() -> Path | None:
+    """Return the control group of the unit that this runs in, None outside of one."""
+    group = procfs.group_of("self")
+    return group if group is not None and group.name.endswith(".service") else None
+
+
 def _leftovers() -> list[str]:
     """Name processes of an earlier run that are still in the unit's control group."""
-    group = procfs.group_of("self")
-    if group is None or not group.name.endswith(".service"):
+    group = _unit_group()
+    if group is None:
         return []
     with contextlib.suppress(OSError):
         pids = [int(word) for word in (group / "cgroup.procs").read_text().split()]
@@ -279,8 +285,8 @@ def ready(guarded: Guarded, main_pid: int | None, say: Callable[[str], None]) ->
 
 
 def _foreign_listener(port: int) -> int | None:
-    group = procfs.group_of("self")
-    if group is None or not group.name.endswith(".service"):
+    group = _unit_group()
+    if group is None:
         return None
     own = [int(word) for word in (group / "cgroup.procs").read_text().split()]
     return checks.foreign_listener(port, own)

@@ -56,6 +56,13 @@ def to(server: socket.socket) -> tuple[int, object]:
     return socket.AF_INET, server.getsockname()
 
 
+def joined(pump: Pump, server: socket.socket, ear: Ear) -> tuple[Wire, socket.socket]:
+    """A wire that has written a byte, and its peer, who has not read it."""
+    wire = pump.connect(to(server), ear)
+    wire.write(b"x")
+    return wire, server.accept()[0]
+
+
 def test_a_large_body_goes_out_whole_and_in_order() -> None:
     body = bytes(range(256)) * 65_536  # 16 MiB
     got = bytearray()
@@ -99,9 +106,7 @@ def test_a_refused_connection_is_an_end_with_its_reason() -> None:
 def test_what_came_before_a_broken_write_is_still_read() -> None:
     async def run(pump: Pump, server: socket.socket) -> None:
         ear = Ear()
-        wire = pump.connect(to(server), ear)
-        wire.write(b"x")
-        peer, _ = server.accept()
+        wire, peer = joined(pump, server, ear)
         peer.sendall(b"413 too much")
         peer.close()  # with a byte unread: a reset
         wire.write(b"y" * 1000)
@@ -116,9 +121,7 @@ def test_what_came_before_a_broken_write_is_still_read() -> None:
 def test_a_paused_wire_is_silent_even_when_its_peer_resets_it() -> None:
     async def run(pump: Pump, server: socket.socket) -> None:
         ear = Ear()
-        wire = pump.connect(to(server), ear)
-        wire.write(b"x")
-        peer, _ = server.accept()
+        wire, peer = joined(pump, server, ear)
         wire.pause()
         wire.pause()
         peer.close()

@@ -32,10 +32,6 @@ def are_whole_events(data: bytes) -> bool:
     Such data may be relayed as it is: after it a chunk of our own can follow at any time.
     """
     at, size = 0, len(data)
-    if size < 2048:  # one event in one chunk, as nearly always: the shortest way to tell
-        line, _, _ = data.partition(b"\r\n")
-        if len(line) + _known_sizes.get(line, 0) + 4 == size:
-            return data.endswith(b"\n\n\r\n")
     while at < size:
         end = data.find(b"\r\n", at, at + 10)
         line = data[at:end]

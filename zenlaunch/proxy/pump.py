@@ -236,7 +236,7 @@ class _Loop(asyncio.SelectorEventLoop):
 class Door:
     """A socket that listens."""
 
-    __slots__ = ("_pump", "_sock", "_take", "_watched", "fd")
+    __slots__ = ("_pump", "_sock", "_take", "fd")
 
     def __init__(
         self, pump: Pump, sock: socket.socket, take: Callable[[socket.socket, Any], object]
@@ -244,7 +244,6 @@ class Door:
         self._pump = pump
         self._sock = sock
         self._take = take
-        self._watched = _IN
         self.fd = sock.fileno()
 
     def serve(self, flags: int) -> None:
@@ -275,8 +274,7 @@ class Door:
 
     def _watch(self, wanted: int) -> None:
         if self.fd >= 0:
-            self._pump.watch(self.fd, self._watched, wanted)
-            self._watched = wanted
+            self._pump.watch(self.fd, _IN, wanted)
 
     def fail(self) -> None:
         """Go on: what failed was one connection."""

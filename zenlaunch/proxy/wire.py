@@ -177,15 +177,13 @@ class Wire:
 
     def _changed(self) -> None:
         """What waits has become more or less."""
-        if self._unsent:
-            self._watch()
-        elif self._closing:
-            self.close()
-            return
-        else:
+        if not self._unsent:
+            if self._closing:
+                self.close()
+                return
             if self._shutting:
                 self._shut()
-            self._watch()
+        self._watch()
         full = self.unsent_bytes > (_EMPTY_BYTES if self.full else _FULL_BYTES)
         if full != self.full:
             self.full = full
